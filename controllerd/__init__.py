@@ -1,0 +1,1 @@
+"""tie-controllerd: supervises the inference stack and speaks for the node."""

@@ -1,0 +1,1 @@
+"""gpuhealthd: the controller's source of truth about the GPUs."""

@@ -1,0 +1,125 @@
+"""A SOCK_SEQPACKET channel: whole messages, with file descriptors (SCM_RIGHTS, unix(7)), and a death notice.
+
+The kernel keeps message borders, so there is no parser; end-of-file is the death notice. Blocking, with a deadline on
+every wait; asyncio callers use `fileno()` with `loop.add_reader`, or a thread.
+"""
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvxfer.errors import ChannelError, PeerDiedError, PeerTimeoutError
+
+MAX_MESSAGE = 64 * 1024
+MAX_DESCRIPTORS = 8
+_UCRED = struct.Struct("3i")
+
+
+class Channel:
+    """One end of a connection. Not for several threads at once."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        if connection.family != socket.AF_UNIX or connection.type != socket.SOCK_SEQPACKET:
+            raise ChannelError("a channel is an AF_UNIX SOCK_SEQPACKET socket")
+        self._socket = connection
+
+    @classmethod
+    def connect(cls, path: Path, *, timeout: float) -> Self:
+        """Connects to the listener on `path`.
+
+        Raises:
+            PeerDiedError: nobody listens there.
+            PeerTimeoutError: the listener's queue stayed full.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        connection.settimeout(timeout)
+        try:
+            connection.connect(os.fspath(path))
+        except TimeoutError:
+            connection.close()
+            raise PeerTimeoutError("nobody accepted the connection") from None
+        except OSError as error:
+            connection.close()
+            raise PeerDiedError(f"cannot connect: {error.strerror}") from None
+        return cls(connection)
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for select, epoll or an event loop."""
+        return self._socket.fileno()
+
+    def peer(self) -> tuple[int, int, int]:
+        """(pid, uid, gid) of the other end as the kernel recorded them at connect (SO_PEERCRED)."""
+        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        pid, uid, gid = _UCRED.unpack(raw)
+        return pid, uid, gid
+
+    def send(self, message: bytes, descriptors: Sequence[int] = (), *, timeout: float) -> None:
+        """Sends one message, with descriptors (the caller keeps and closes its own).
+
+        Raises:
+            ChannelError: the message or the list of descriptors is too large.
+            PeerDiedError: the other end is gone.
+            PeerTimeoutError: the other end does not read.
+        """
+        if len(message) > MAX_MESSAGE or len(descriptors) > MAX_DESCRIPTORS or not message:
+            raise ChannelError("message empty or too large")
+        self._socket.settimeout(timeout)
+        try:
+            socket.send_fds(self._socket, [message], list(descriptors), socket.MSG_NOSIGNAL)
+        except TimeoutError:
+            raise PeerTimeoutError("the other end does not read") from None
+        except OSError as error:
+            raise PeerDiedError(f"cannot send: {error.strerror}") from None
+
+    def receive(self, *, timeout: float) -> tuple[bytes, list[int]]:
+        """One message and its descriptors, which now belong to the caller (close-on-exec).
+
+        Raises:
+            PeerDiedError: the other end is gone.
+            PeerTimeoutError: nothing came within `timeout` seconds.
+            ChannelError: the message was longer than allowed; its descriptors were closed.
+        """
+        self._socket.settimeout(timeout)
+        try:
+            message, descriptors, flags, _ = socket.recv_fds(
+                self._socket, MAX_MESSAGE, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+        except TimeoutError:
+            raise PeerTimeoutError("no message within the deadline") from None
+        except OSError as error:
+            raise PeerDiedError(f"cannot receive: {error.strerror}") from None
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ChannelError("message or descriptors cut off")
+        if not message:
+            raise PeerDiedError("the other end closed the channel")
+        return message, descriptors
+
+    def close(self) -> None:
+        """Ends the connection: the other end sees end-of-file."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def listen(path: Path, *, backlog: int = 128, mode: int = 0o660) -> socket.socket:
+    """A listening socket on `path`, mode `mode` from its first moment. The caller guards the path (one live server)."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    before = os.umask(0o777 & ~mode)
+    try:
+        listener.bind(os.fspath(path))
+    finally:
+        os.umask(before)
+    listener.listen(backlog)
+    return listener

@@ -1,0 +1,1 @@
+"""tie-status-probe: the runtime's health and recycle interface."""

@@ -1,0 +1,1 @@
+"""Model bundles: manifest, weights readers, tokenizer, chat template."""

@@ -1,0 +1,1 @@
+"""What every daemon shares: configuration, logs, RPC, life cycle, errors."""

@@ -1,0 +1,246 @@
+"""node.toml: one file, one table per daemon, strictly checked.
+
+Every field has a default that runs a node on this machine; an unknown key is an error, so that a typo is not silently a
+default. Times are seconds, sizes bytes.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from tie.daemon.errors import ConfigError
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+# Every size that a frame on the app's socket may have (DESIGN §4).
+DEFAULT_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of node.toml."""
+
+
+class ModelConfig(_Table, frozen=True):
+    """Which bundle the node serves."""
+
+    bundle: str = ""
+
+
+class OwnerConfig(_Table, frozen=True):
+    """tie-model-owner."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+
+
+class RuntimeConfig(_Table, frozen=True):
+    """The AFM Runtime: executor and scheduler."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["f32", "bf16"] = "bf16"
+    threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: one per core
+    block_tokens: Count = 16
+    kv_tokens: Count = 32768  # capacity of the paged KV pool, in tokens
+    max_running: Count = 32  # sequences in one batch
+    max_waiting: Count = 128  # queued requests beyond that answer "busy"
+    step_tokens: Count = 512  # token budget of one step
+    context_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: the model's own
+
+
+class ProbeConfig(_Table, frozen=True):
+    """tie-status-probe."""
+
+    canary_interval_s: Seconds = 10.0
+    canary_deadline_s: Seconds = 5.0
+    start_deadline_s: Seconds = 120.0
+
+
+class GpuHealthConfig(_Table, frozen=True):
+    """gpuhealthd. `cpu` is a choice, never a fallback: a node that should have GPUs and has none is unavailable."""
+
+    provider: Literal["cpu", "nvml"] = "cpu"
+    poll_interval_s: Seconds = 2.0
+    stale_after_s: Seconds = 6.0
+    recover_after_polls: Count = 3
+    min_available_bytes: int = 256 * 1024 * 1024
+    max_load_per_core: float = 64.0
+    max_temperature_c: float = 100.0
+
+
+class ControllerConfig(_Table, frozen=True):
+    """tie-controllerd."""
+
+    recycle_interval_s: Seconds = 3600.0
+    recycle_jitter: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.2  # each node draws its own within ± this share
+    drain_deadline_s: Seconds = 30.0
+    busy_ack_deadline_s: Seconds = 5.0
+    fresh_runtime_deadline_s: Seconds = 180.0
+    error_grace_s: Seconds = 5.0  # an error that mends itself within this time costs no recycle
+    error_backoff_s: Seconds = 10.0  # between two out-of-cycle recycles; doubles up to ten times this
+    heartbeat_s: Seconds = 2.0
+
+
+class AppConfig(_Table, frozen=True):
+    """tie-cloud-app, one request."""
+
+    buckets: tuple[int, ...] = DEFAULT_BUCKETS
+    tick_s: Annotated[float, msgspec.Meta(ge=0)] = 0.03  # deltas are gathered this long: frame timing hides tokens
+    max_request_bytes: Count = 16 * 1024 * 1024
+    max_message_bytes: Count = 256 * 1024
+    max_output_tokens: Count = 4096
+    idle_timeout_s: Seconds = 30.0  # between two frames of a request
+    time_limit_s: Seconds = 600.0
+
+
+class CloudBoardConfig(_Table, frozen=True):
+    """The reference CloudBoard: ingress and registry."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8443
+    standby: Annotated[int, msgspec.Meta(ge=0, le=64)] = 2  # jobhelpers connected ahead of time, each to a ready app
+    max_in_flight: Count = 256
+    request_deadline_s: Seconds = 660.0
+
+
+class KpsConfig(_Table, frozen=True):
+    """The reference key protection service."""
+
+    key_lifetime_s: Seconds = 86400.0
+    max_opens_per_s: Count = 1000
+
+
+class NodeConfig(_Table, frozen=True):
+    """The whole of node.toml."""
+
+    node_id: str = "node-0"
+    run_dir: str = "/run/tie"
+    model: ModelConfig = ModelConfig()
+    owner: OwnerConfig = OwnerConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    probe: ProbeConfig = ProbeConfig()
+    gpuhealth: GpuHealthConfig = GpuHealthConfig()
+    controller: ControllerConfig = ControllerConfig()
+    app: AppConfig = AppConfig()
+    cloudboard: CloudBoardConfig = CloudBoardConfig()
+    kps: KpsConfig = KpsConfig()
+
+    @property
+    def sockets(self) -> "Sockets":
+        """Where every socket of this node is."""
+        return Sockets(Path(self.run_dir))
+
+
+class Sockets(msgspec.Struct, frozen=True):
+    """Socket paths: one directory per edge of the process picture, so that one group can guard it (DESIGN §4)."""
+
+    run_dir: Path
+
+    @property
+    def node(self) -> Path:
+        """CloudBoard's gRPC, for the controller."""
+        return self.run_dir / "cloudboard" / "node.sock"
+
+    @property
+    def jobhelper(self) -> Path:
+        """Accept=yes: one cb_jobhelper per connection, for CloudBoard's ingress."""
+        return self.run_dir / "jobhelper" / "jobhelper.sock"
+
+    @property
+    def kps(self) -> Path:
+        """The key protection service's gRPC, for jobhelpers."""
+        return self.run_dir / "kps" / "kps.sock"
+
+    @property
+    def app(self) -> Path:
+        """Accept=yes: one tie-cloud-app per connection, for jobhelpers."""
+        return self.run_dir / "app" / "app.sock"
+
+    @property
+    def triton(self) -> Path:
+        """Triton's gRPC, for apps and the probe. The server appends `:PORT` to the path that it is given."""
+        return self.run_dir / "runtime" / "triton.sock:1"
+
+    @property
+    def kv(self) -> Path:
+        """Kvxfer channel and death notice of the runtime, for apps and the probe."""
+        return self.run_dir / "runtime" / "kv.sock"
+
+    @property
+    def engine(self) -> Path:
+        """Private to the runtime container: probe to engine."""
+        return self.run_dir / "engine" / "engine.sock"
+
+    @property
+    def probe(self) -> Path:
+        """The status probe's gRPC, for the controller."""
+        return self.run_dir / "probe" / "probe.sock"
+
+    @property
+    def owner(self) -> Path:
+        """The model owner's attach channel, for the runtime."""
+        return self.run_dir / "owner" / "owner.sock"
+
+    @property
+    def owner_control(self) -> Path:
+        """The model owner's gRPC, for the controller."""
+        return self.run_dir / "owner-control" / "control.sock"
+
+    @property
+    def gpuhealth(self) -> Path:
+        """Gpuhealthd's gRPC, for the controller."""
+        return self.run_dir / "gpuhealth" / "gpuhealth.sock"
+
+    @property
+    def control(self) -> Path:
+        """The controller's gRPC, for operators."""
+        return self.run_dir / "control" / "control.sock"
+
+    @property
+    def binding_key(self) -> Path:
+        """The node's binding key (raw private key), read by jobhelpers; its public half beside it as `.pub`."""
+        return self.run_dir / "keys" / "binding.key"
+
+    @property
+    def statement_key(self) -> Path:
+        """The fleet's statement key (Ed25519 seed), read by the key protection service; public half as `.pub`."""
+        return self.run_dir / "keys" / "statement.key"
+
+
+def load(path: Path) -> NodeConfig:
+    """Reads and checks node.toml.
+
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or a value has the wrong type, range or name.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="give the file with --config") from error
+    try:
+        config = msgspec.toml.decode(text, type=NodeConfig)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path}: {error}", hint="docs/configuration.md lists every key") from error
+    buckets = config.app.buckets
+    if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 32:
+        raise ConfigError(f"{path}: app.buckets must be ascending sizes of at least 32 bytes")
+    return config
+
+
+def dump(config: NodeConfig) -> bytes:
+    """The TOML text that `load` reads back as the same configuration."""
+    return _to_toml(msgspec.to_builtins(config)).encode()
+
+
+def _to_toml(tables: dict[str, object]) -> str:
+    # The standard library reads TOML and does not write it; ours has scalars, flat lists and one level of tables.
+    # JSON scalars and lists are valid TOML.
+    def line(key: str, value: object) -> str:
+        return f"{key} = {msgspec.json.encode(value).decode()}\n"
+
+    top = "".join(line(key, value) for key, value in tables.items() if not isinstance(value, dict))
+    rest = (
+        f"\n[{name}]\n" + "".join(line(key, value) for key, value in table.items())
+        for name, table in tables.items()
+        if isinstance(table, dict)
+    )
+    return top + "".join(rest)

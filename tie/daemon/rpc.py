@@ -1,0 +1,159 @@
+"""gRPC over Unix sockets, with the guards that gRPC in Python lacks (FIELD-NOTES §5).
+
+A server makes its socket's directory, refuses to take over a live path (a second server would silently steal it,
+and the first would unlink the new socket when it stops), sets the mode, and refuses unary calls without a deadline.
+"""
+
+import asyncio
+import fcntl
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tie.daemon.errors import ConfigError, TieError
+from tie.proto import metrics_pb2, metrics_pb2_grpc
+
+_MAX_PATH = 107  # sockaddr_un
+_OPTIONS = [("grpc.max_receive_message_length", 4 * 1024 * 1024), ("grpc.so_reuseport", 0)]
+
+
+class SocketInUseError(TieError):
+    """Another live server holds this socket path."""
+
+
+def prepare_directory(path: Path) -> None:
+    """Makes the directory of a socket: mode 2750 where we make it, untouched where tmpfiles did.
+
+    Raises:
+        ConfigError: the path is too long for a Unix socket.
+    """
+    if len(os.fsencode(path)) > _MAX_PATH:
+        raise ConfigError(f"socket path over {_MAX_PATH} bytes: {path}", hint="choose a shorter run_dir")
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.chmod(0o2750)
+
+
+def claim(path: Path) -> int:
+    """Takes the lock beside a socket path for the life of the process and removes a dead socket.
+
+    Returns:
+        The lock's descriptor; closing it (or dying) gives the path up.
+
+    Raises:
+        SocketInUseError: a live server holds it.
+    """
+    prepare_directory(path)
+    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise SocketInUseError(f"another server is live on {path}") from None
+    if path.is_socket():
+        path.unlink()
+    return lock
+
+
+class _DeadlineInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
+    """Refuses unary calls without a deadline: the default is for ever."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.response_streaming:
+            return handler
+        inner = handler.unary_unary
+
+        async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            if context.time_remaining() is None:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "calls need a deadline")
+            return await inner(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(
+            guarded, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
+        )
+
+
+class _MetricsServicer(metrics_pb2_grpc.MetricsServicer):
+    def __init__(self, text: Callable[[], str | Awaitable[str]]) -> None:
+        self._text = text
+
+    async def Scrape(  # noqa: N802 (generated name)
+        self, request: metrics_pb2.ScrapeRequest, context: Any
+    ) -> metrics_pb2.ScrapeReply:
+        del request, context
+        text = self._text()
+        return metrics_pb2.ScrapeReply(text=text if isinstance(text, str) else await text)
+
+
+@asynccontextmanager
+async def serve(
+    path: Path,
+    register: Callable[[grpc.aio.Server], None],
+    *,
+    metrics: Callable[[], str | Awaitable[str]] | None = None,
+    grace: float = 1.0,
+) -> AsyncIterator[grpc.aio.Server]:
+    """Runs a gRPC server on `path` for the length of the block.
+
+    Args:
+        path: the socket, mode 0660.
+        register: adds the servicers.
+        metrics: gives this daemon's metrics as Prometheus text; served as `Metrics.Scrape` when given.
+        grace: seconds that running calls get at the end.
+
+    Raises:
+        SocketInUseError: a live server holds the path.
+    """
+    lock = claim(path)
+    server = grpc.aio.server(interceptors=[_DeadlineInterceptor()], options=_OPTIONS)
+    try:
+        register(server)
+        if metrics is not None:
+            metrics_pb2_grpc.add_MetricsServicer_to_server(_MetricsServicer(metrics), server)
+        # bind() makes the socket with the umask's mode; there is no moment at which it is open to others.
+        before = os.umask(0o117)
+        try:
+            server.add_insecure_port(f"unix:{path}")
+            await server.start()
+        finally:
+            os.umask(before)
+        yield server
+    finally:
+        await server.stop(grace)
+        os.close(lock)
+
+
+@asynccontextmanager
+async def connect(path: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to the server on `path`, closed at the end of the block. Calls still need their own `timeout=`."""
+    options = [
+        # A dead daemon comes back within a second or two: gRPC's default back-off would sleep through it.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    ]
+    channel = grpc.aio.insecure_channel(f"unix:{path}", options=options)
+    try:
+        yield channel
+    finally:
+        await channel.close(None)
+
+
+async def wait_ready(channel: grpc.aio.Channel, timeout: float) -> None:
+    """Waits until the channel's server answers.
+
+    Raises:
+        TimeoutError: it did not within `timeout` seconds.
+    """
+    async with asyncio.timeout(timeout):
+        await channel.channel_ready()

@@ -1,0 +1,1 @@
+"""The sealed request and response (HPKE, AES-GCM)."""

@@ -1,0 +1,1 @@
+"""The contracts between processes, and their generated stubs."""

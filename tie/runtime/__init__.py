@@ -1,0 +1,1 @@
+"""The AFM Runtime: Triton's Python backend, scheduler, KV blocks, stops."""
