@@ -5,11 +5,12 @@ Sizes of streamed deltas have been used to reconstruct answers (Weiss et al. 202
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from tie.daemon.errors import TieError
 from tie.proto import app_pb2
 
-_TAG_BYTES = 1  # `padding` is field 15: the last number whose tag takes one byte
+_TAG: Final = bytes([app_pb2.AppOut.PADDING_FIELD_NUMBER << 3 | 2])  # wire type 2: length-delimited
 
 
 class PaddingError(TieError):
@@ -24,38 +25,37 @@ def pad(message: app_pb2.AppOut, buckets: Sequence[int]) -> bytes:
     """
     if message.padding:
         raise PaddingError("the frame is already padded")
-    size = message.ByteSize()
+    payload: bytes = message.SerializeToString(deterministic=True)
     for bucket in buckets:
-        filler = _filler(bucket - size)
-        if filler is not None:
-            message.padding = bytes(filler)
-            payload: bytes = message.SerializeToString(deterministic=True)
-            message.ClearField("padding")
-            if len(payload) != bucket:
+        field = _field(bucket - len(payload))
+        if field is not None:
+            padded = payload + field
+            if len(padded) != bucket:
                 raise PaddingError("padding missed its bucket")
-            return payload
+            return padded
     raise PaddingError("the frame is larger than the largest bucket")
 
 
 def room(buckets: Sequence[int]) -> int:
-    """The largest serialized size, before padding, that surely fits the largest bucket."""
-    return buckets[-1] - 8
+    """The largest size such that every message up to it, before padding, fits the largest bucket."""
+    return buckets[-1] - 2
 
 
-def _filler(gap: int) -> int | None:
-    """How many zero bytes make the field `padding` take exactly `gap` bytes; None where none does.
+def _field(gap: int) -> bytes | None:
+    """The field `padding`, serialized in exactly `gap` bytes; None where that is impossible (below 0, and 1).
 
-    A field of n bytes takes tag + varint(n) + n; an empty one is not written at all. So a gap of 1 or 2, and the one
-    just past each growth of the varint, cannot be met: the next bucket is taken.
+    A field of n zeros takes a tag, n as a varint, and n bytes. Where the varint grows, one gap cannot be met by the
+    shortest varint; the wire format also allows a longer one with leading zeros, so those are met too.
     """
     if gap == 0:
-        return 0
-    for varint in (1, 2, 3, 4):
-        filler = gap - _TAG_BYTES - varint
-        if filler > 0 and _varint_bytes(filler) == varint:
-            return filler
+        return b""
+    for width in (1, 2, 3, 4):
+        zeros = gap - len(_TAG) - width
+        if 0 <= zeros < 1 << 7 * width:
+            return _TAG + _varint(zeros, width) + bytes(zeros)
     return None
 
 
-def _varint_bytes(value: int) -> int:
-    return max(1, (value.bit_length() + 6) // 7)
+def _varint(value: int, width: int) -> bytes:
+    groups = [value >> 7 * place & 0x7F for place in range(width)]
+    return bytes([*(group | 0x80 for group in groups[:-1]), groups[-1]])
