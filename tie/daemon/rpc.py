@@ -10,7 +10,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -60,7 +60,14 @@ def claim(path: Path) -> int:
     return lock
 
 
-class _DeadlineInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
+# Generic for the type checker only: at run time grpc's classes take no parameters.
+if TYPE_CHECKING:
+    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    _Interceptor = grpc.aio.ServerInterceptor
+
+
+class _DeadlineInterceptor(_Interceptor):
     """Refuses unary calls without a deadline: the default is for ever."""
 
     async def intercept_service(
@@ -73,7 +80,7 @@ class _DeadlineInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
             return handler
         inner = handler.unary_unary
 
-        async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def guarded(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
             if context.time_remaining() is None:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "calls need a deadline")
             return await inner(request, context)
