@@ -13,8 +13,10 @@ from tie.daemon.errors import ConfigError
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
-# Every size that a frame on the app's socket may have (DESIGN §4).
+# Every size that a frame on the app's socket may have.
 DEFAULT_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+SMALLEST_TOP_BUCKET = 1024  # below, a `done` with all its choices would not fit
+LARGEST_BUCKET = 1024 * 1024
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,6 +67,7 @@ class GpuHealthConfig(_Table, frozen=True):
     min_available_bytes: int = 256 * 1024 * 1024
     max_load_per_core: float = 64.0
     max_temperature_c: float = 100.0
+    expected_devices: Annotated[int, msgspec.Meta(ge=0)] = 0  # fewer GPUs than this is a fault; 0: whatever is there
 
 
 class ControllerConfig(_Table, frozen=True):
@@ -89,6 +92,7 @@ class AppConfig(_Table, frozen=True):
     max_message_bytes: Count = 256 * 1024
     max_output_tokens: Count = 4096
     idle_timeout_s: Seconds = 30.0  # between two frames of a request
+    start_deadline_s: Seconds = 5.0  # until kv.sock and Triton have answered
     time_limit_s: Seconds = 600.0
 
 
@@ -131,7 +135,7 @@ class NodeConfig(_Table, frozen=True):
 
 
 class Sockets(msgspec.Struct, frozen=True):
-    """Socket paths: one directory per edge of the process picture, so that one group can guard it (DESIGN §4)."""
+    """Socket paths: one directory per edge of the process picture, so that one group can guard it."""
 
     run_dir: Path
 
@@ -223,6 +227,8 @@ def load(path: Path) -> NodeConfig:
     buckets = config.app.buckets
     if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 32:
         raise ConfigError(f"{path}: app.buckets must be ascending sizes of at least 32 bytes")
+    if not SMALLEST_TOP_BUCKET <= buckets[-1] <= LARGEST_BUCKET:
+        raise ConfigError(f"{path}: the last of app.buckets must be {SMALLEST_TOP_BUCKET} to {LARGEST_BUCKET} bytes")
     return config
 
 
