@@ -20,23 +20,29 @@ class FrameTooLargeError(ProtocolError):
     """A peer announced a frame over the limit."""
 
 
-async def read_bytes(reader: asyncio.StreamReader, *, limit: int, timeout: float) -> bytes | None:
+async def read_bytes(
+    reader: asyncio.StreamReader, *, limit: int, timeout: float, idle: float | None = None
+) -> bytes | None:
     """One frame's payload, or None at a clean end of the stream.
+
+    Args:
+        reader: the stream.
+        limit: the largest payload taken, in bytes.
+        timeout: seconds for the whole frame once its first byte is there.
+        idle: seconds until its first byte; as `timeout` when absent, `math.inf` for a peer that may stay silent.
 
     Raises:
         FrameTooLargeError: the announced length is over `limit` bytes; nothing of it was read.
         PeerDiedError: the stream ended inside a frame.
-        PeerTimeoutError: `timeout` seconds passed.
+        PeerTimeoutError: `idle` or `timeout` seconds passed.
     """
     try:
+        async with asyncio.timeout(timeout if idle is None else idle):
+            first = await reader.read(1)
+        if not first:
+            return None
         async with asyncio.timeout(timeout):
-            try:
-                prefix = await reader.readexactly(PREFIX.size)
-            except asyncio.IncompleteReadError as error:
-                if not error.partial:
-                    return None
-                raise
-            (length,) = PREFIX.unpack(prefix)
+            (length,) = PREFIX.unpack(first + await reader.readexactly(PREFIX.size - 1))
             if length > limit:
                 raise FrameTooLargeError("frame over the size limit")
             return await reader.readexactly(length)
@@ -46,13 +52,15 @@ async def read_bytes(reader: asyncio.StreamReader, *, limit: int, timeout: float
         raise PeerDiedError("the stream ended inside a frame") from None
 
 
-async def read_message(reader: asyncio.StreamReader, kind: type[M], *, limit: int, timeout: float) -> M | None:
+async def read_message(
+    reader: asyncio.StreamReader, kind: type[M], *, limit: int, timeout: float, idle: float | None = None
+) -> M | None:
     """One message of type `kind`, or None at a clean end.
 
     Raises:
         ProtocolError: the payload is not such a message. (And what `read_bytes` raises.)
     """
-    payload = await read_bytes(reader, limit=limit, timeout=timeout)
+    payload = await read_bytes(reader, limit=limit, timeout=timeout, idle=idle)
     return None if payload is None else parse(payload, kind)
 
 
@@ -86,10 +94,10 @@ async def write_message(writer: asyncio.StreamWriter, message: Message, *, timeo
     await write_bytes(writer, message.SerializeToString(), timeout=timeout)
 
 
-async def write_bytes(writer: asyncio.StreamWriter, payload: bytes, *, timeout: float) -> None:
-    """Sends one frame. Raises as `write_message`."""
+async def write_bytes(writer: asyncio.StreamWriter, *payloads: bytes, timeout: float) -> None:
+    """Sends one frame for each payload; a cancelled call has sent all of them. Raises as `write_message`."""
     try:
-        writer.write(frame(payload))
+        writer.write(b"".join(frame(payload) for payload in payloads))
         async with asyncio.timeout(timeout):
             await writer.drain()
     except TimeoutError:

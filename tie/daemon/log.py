@@ -1,11 +1,13 @@
 """Structured logs that cannot carry user data: static event names with allow-listed fields, one JSON object a line.
 
 `log.event("runtime.ready", instance_id=...)`. A field that is not on the list is a bug and raises; a value that is not
-a number, a boolean or a short identifier is replaced by "?", so that text from a request cannot slip in through a known
-field. Written to standard error, where systemd's journal (or `tie up`) takes it.
+a number, a boolean or one word (an identifier, a code, a path) is replaced by "?", so that text from a request cannot
+slip in through a known field. Written to standard error, where systemd's journal (or `tie up`) takes it.
 """
 
+import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -23,7 +25,7 @@ FIELDS: Final = frozenset(
     }
 )  # fmt: skip
 _EVENT = re.compile(r"[a-z0-9]+(\.[a-z0-9-]+)+")
-_SAFE = re.compile(r"[A-Za-z0-9_./:@+,= -]{0,160}")
+_WORD = re.compile(r"[A-Za-z0-9_./:@+,=-]{0,160}")
 
 Value = str | int | float | bool | None
 
@@ -41,8 +43,10 @@ def event(name: str, **fields: Value) -> None:
         raise ValueError(f"log fields not on the allow-list: {sorted(unknown)}")
     record: dict[str, Value] = {"t": round(time.time(), 3), "event": name, "pid": os.getpid()}
     record.update({key: _clean(value) for key, value in fields.items()})
-    sys.stderr.write(json.dumps(record, separators=(",", ":")) + "\n")
-    sys.stderr.flush()
+    # A daemon outlives its log: a closed pipe, a full disk or a file-size limit of zero costs the line, nothing else.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(json.dumps(record, separators=(",", ":")) + "\n")
+        sys.stderr.flush()
 
 
 def failure(name: str, error: BaseException, **fields: Value) -> None:
@@ -56,7 +60,13 @@ def failure(name: str, error: BaseException, **fields: Value) -> None:
     event(name, error_type=type(error).__name__, where=where, **fields)
 
 
-def _clean(value: Value) -> Value:
-    if isinstance(value, str) and not _SAFE.fullmatch(value):
-        return "?"
-    return value
+def _clean(value: object) -> Value:
+    match value:
+        case str():
+            return value if _WORD.fullmatch(value) else "?"
+        case float():
+            return value if math.isfinite(value) else "?"  # JSON has neither infinity nor NaN
+        case bool() | int() | None:
+            return value
+        case _:
+            return "?"

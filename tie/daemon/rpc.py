@@ -1,4 +1,4 @@
-"""gRPC over Unix sockets, with the guards that gRPC in Python lacks (FIELD-NOTES §5).
+"""gRPC over Unix sockets, with the guards that gRPC in Python lacks.
 
 A server makes its socket's directory, refuses to take over a live path (a second server would silently steal it,
 and the first would unlink the new socket when it stops), sets the mode, and refuses unary calls without a deadline.
