@@ -1,0 +1,211 @@
+"""A machine of its own: real systemd, booted in a container over a copy-on-write view of this machine's root.
+
+systemd is never started on the root itself: its tmpfiles rules would empty this machine's /tmp. Every mount is made in a
+mount namespace that only the container's processes live in, so that nothing can be left mounted, whatever dies.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BOOT_DEADLINE_S = 60.0
+# A memory file system over this machine's root takes what the test prepared and every write.
+_BOOT = """
+mount -t tmpfs -o mode=755 tmpfs "$1"
+mkdir "$1/work" "$1/merged"
+cp -a "$2" "$1/upper"
+mount -t overlay -o lowerdir=/,upperdir="$1/upper",workdir="$1/work" overlay "$1/merged"
+shift 2
+exec systemd-nspawn "$@"
+"""
+_TARGET = """
+[Unit]
+Description=What the tests need of a booted system
+Requires=sysinit.target dbus.socket
+After=sysinit.target dbus.socket
+AllowIsolate=yes
+"""
+
+
+def _why_not() -> str:
+    """Why this machine cannot boot a container, or nothing."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs root"
+    for tool in ("systemd-nspawn", "unshare", "nsenter"):
+        if shutil.which(tool) is None:
+            return f"needs {tool}" + (" (package systemd-container)" if tool == "systemd-nspawn" else "")
+    if not _system_python().exists():
+        return f"needs {_system_python()}: the units see /usr only"
+    return ""
+
+
+def _system_python() -> Path:
+    return Path(f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}")
+
+
+class Machine:
+    """A booted container."""
+
+    def __init__(self, nspawn: subprocess.Popen[bytes], log: Path) -> None:
+        self._nspawn = nspawn
+        self._log = log
+        self._leader = 0
+
+    def wait_booted(self) -> None:
+        """Waits until its systemd answers.
+
+        Raises:
+            RuntimeError: it did not come up; the message has the console's last lines.
+        """
+        children = Path(f"/proc/{self._nspawn.pid}/task/{self._nspawn.pid}/children")
+        deadline = time.monotonic() + BOOT_DEADLINE_S
+        while time.monotonic() < deadline and self._nspawn.poll() is None:
+            for pid in children.read_text().split():
+                if Path(f"/proc/{pid}/comm").read_text().strip() == "systemd":
+                    self._leader = int(pid)
+                    state = self.run("systemctl", "is-system-running", check=False).stdout.strip()
+                    if state in ("running", "degraded"):
+                        return
+            time.sleep(0.1)
+        raise RuntimeError(f"the container did not boot: {self._log.read_text(errors='replace')[-2000:]}")
+
+    def run(self, *argv: str, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """Runs a command inside, as root."""
+        done = subprocess.run(
+            ["nsenter", "-t", str(self._leader), "-a", "--", *argv],
+            input=stdin, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        if check and done.returncode != 0:
+            raise AssertionError(f"{argv} ended with {done.returncode}: {done.stdout}{done.stderr}")
+        return done
+
+    def path(self, inside: str) -> Path:
+        """Where a path of the container is seen from outside."""
+        return Path(f"/proc/{self._leader}/root{inside}")
+
+    def show(self, unit: str, *properties: str) -> dict[str, str]:
+        """Properties of a unit, by name."""
+        text = self.run("systemctl", "show", unit, *(f"--property={name}" for name in properties)).stdout
+        return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+
+    def journal(self, unit: str) -> str:
+        """What a unit, and systemd about it, wrote."""
+        return self.run("journalctl", "--no-pager", "-o", "cat", "-u", unit).stdout
+
+    def instances(self, template: str) -> list[str]:
+        """The loaded instances of a template such as "tie-cloud-app@"."""
+        listed = self.run("systemctl", "list-units", "--all", "--plain", "--no-legend", f"{template}*.service").stdout
+        return [line.split()[0] for line in listed.splitlines() if line.strip()]
+
+    def stop(self) -> None:
+        """Ends the container and everything in it."""
+        if self._nspawn.poll() is None:
+            self._nspawn.send_signal(signal.SIGTERM)
+            try:
+                self._nspawn.wait(15)
+            except subprocess.TimeoutExpired:
+                self._nspawn.kill()
+                self._nspawn.wait(15)
+
+
+def wait_until(what: str, condition: Callable[[], bool], timeout: float = 30.0) -> None:
+    """Polls until `condition` holds.
+
+    Raises:
+        AssertionError: it did not within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout:g} s: {what}")
+        time.sleep(0.05)
+
+
+def _prepare(layer: Path, config: str) -> None:
+    """Writes what the container has over this machine's root: units, accounts, configuration, interpreter."""
+    for folder in ("etc/systemd/system", "etc/tie", "etc/sysusers.d", "etc/tmpfiles.d", "opt/tie/bin", "opt/tie/lib"):
+        (layer / folder).mkdir(parents=True)
+    (layer / "etc/machine-id").write_text("")
+    (layer / "etc/fstab").write_text("")
+    (layer / "etc/tie/node.toml").write_text(config)
+    units = layer / "etc/systemd/system"
+    (units / "tie-test.target").write_text(_TARGET)
+    for unit in (ROOT / "systemd").iterdir():
+        if unit.suffix in (".service", ".socket", ".target", ".slice"):
+            shutil.copy(unit, units)
+    shutil.copy(ROOT / "systemd/sysusers.d/tie.conf", layer / "etc/sysusers.d")
+    shutil.copy(ROOT / "systemd/tmpfiles.d/tie.conf", layer / "etc/tmpfiles.d")
+    _install(layer / "opt/tie")
+
+
+def _install(prefix: Path) -> None:
+    """Makes what the installer will: an environment at /opt/tie with our console scripts.
+
+    The interpreter is the system's, as on a node; the libraries of the environment that runs the tests and this source
+    tree are bound in at /opt/tie/site and /opt/tie/src.
+    """
+    python = _system_python()
+    library = prefix / "lib" / python.name / "site-packages"
+    library.mkdir(parents=True)
+    (library / "tie.pth").write_text("/opt/tie/src\n/opt/tie/site\n")
+    (prefix / "src").mkdir()
+    (prefix / "site").mkdir()
+    (prefix / "pyvenv.cfg").write_text(f"home = {python.parent}\ninclude-system-site-packages = false\n")
+    (prefix / "bin/python").symlink_to(python)
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    for name, entry in scripts.items():
+        module, function = entry.split(":")
+        script = prefix / "bin" / name
+        script.write_text(f"#!/opt/tie/bin/python\nfrom {module} import {function}\n{function}()\n")
+        script.chmod(0o755)
+
+
+def _bound(folder: Path, inside: str) -> str:
+    return f"--bind-ro={folder}:{inside}"
+
+
+def boot(config: str, binds: Sequence[str] = ()) -> Iterator[Machine]:
+    """Boots a container with our units and `config` as its node.toml; ends it at the end of the iteration."""
+    reason = _why_not()
+    if reason:
+        pytest.skip(reason)
+    work = Path(tempfile.mkdtemp(prefix="tie-system-", dir="/tmp"))
+    layer, view, log = work / "layer", work / "view", work / "console"
+    layer.mkdir()
+    view.mkdir()
+    _prepare(layer, config)
+    site = next(Path(entry) for entry in sys.path if entry.endswith("site-packages"))
+    with log.open("wb") as console:
+        nspawn = subprocess.Popen(
+            [
+                "unshare", "--mount", "--propagation", "private", "--", "sh", "-euc", _BOOT, "sh", view, layer,
+                "-D", view / "merged", "--boot", "--register=no", "--keep-unit", "--console=pipe", "--quiet",
+                "--kill-signal=SIGRTMIN+4", f"--machine={work.name}", _bound(ROOT, "/opt/tie/src"),
+                _bound(site, "/opt/tie/site"), *binds, "systemd.unit=tie-test.target",
+            ],
+            stdin=subprocess.DEVNULL, stdout=console, stderr=console,
+            env={**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"},
+        )  # fmt: skip
+    machine = Machine(nspawn, log)
+    try:
+        machine.wait_booted()
+        yield machine
+    finally:
+        machine.stop()
+        shutil.rmtree(work)
+
+
+@pytest.fixture(scope="session")
+def machine() -> Iterator[Machine]:
+    """One booted container for all tests of this folder."""
+    yield from boot('node_id = "system-test"\n')
