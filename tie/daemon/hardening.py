@@ -9,6 +9,7 @@ import resource
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def protect_process() -> None:
@@ -25,6 +26,11 @@ def protect_process() -> None:
 def die_with_parent(signal_number: int) -> None:
     """Asks the kernel for `signal_number` when the parent process ends."""
     _prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent ends, so that none gets out of sight."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:
