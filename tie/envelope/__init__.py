@@ -1,1 +1,1 @@
-"""The sealed request and response (HPKE, AES-GCM)."""
+"""The sealed request and response between a user's device and a node (format: docs/envelope.md)."""
