@@ -189,7 +189,7 @@ def boot(config: str, binds: Sequence[str] = ()) -> Iterator[Machine]:
         nspawn = subprocess.Popen(
             [
                 "unshare", "--mount", "--propagation", "private", "--", "sh", "-euc", _BOOT, "sh", view, layer,
-                "-D", view / "merged", "--boot", "--register=no", "--keep-unit", "--console=pipe", "--quiet",
+                "-D", view / "merged", "--boot", "--private-network", "--register=no", "--keep-unit", "--console=pipe", "--quiet",
                 "--kill-signal=SIGRTMIN+4", f"--machine={work.name}", _bound(ROOT, "/opt/tie/src"),
                 _bound(site, "/opt/tie/site"), *binds, "systemd.unit=tie-test.target",
             ],
