@@ -190,7 +190,7 @@ def boot(config: str, binds: Sequence[str] = ()) -> Iterator[Machine]:
             [
                 "unshare", "--mount", "--propagation", "private", "--", "sh", "-euc", _BOOT, "sh", view, layer,
                 "-D", view / "merged", "--boot", "--private-network", "--register=no", "--keep-unit", "--console=pipe", "--quiet",
-                "--kill-signal=SIGRTMIN+4", f"--machine={work.name}", _bound(ROOT, "/opt/tie/src"),
+                "--kill-signal=SIGRTMIN+4", f"--machine=tie-system-{os.getpid()}", _bound(ROOT, "/opt/tie/src"),
                 _bound(site, "/opt/tie/site"), *binds, "systemd.unit=tie-test.target",
             ],
             stdin=subprocess.DEVNULL, stdout=console, stderr=console,
@@ -209,3 +209,9 @@ def boot(config: str, binds: Sequence[str] = ()) -> Iterator[Machine]:
 def machine() -> Iterator[Machine]:
     """One booted container for all tests of this folder."""
     yield from boot('node_id = "system-test"\n')
+
+
+@pytest.fixture
+def wait() -> Callable[..., None]:
+    """`wait_until`, for the tests."""
+    return wait_until
