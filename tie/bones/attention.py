@@ -1,0 +1,212 @@
+"""Paged attention: keys and values live in blocks of a pool, and a sequence is a table of blocks.
+
+The pool lies as `[block][layer][K, V][kv head][token][dim]`, so that all that a block holds is one run of bytes and can
+be exported or imported as such (Kwon et al. 2023, arXiv 2309.06180, for the paging itself).
+
+`Attention` is the border behind which another kernel can stand. `GatherAttention` is the reference: it gathers each
+sequence's blocks into one run and calls torch's scaled dot product attention.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tie.bones.batch import Ints, Rows, Span
+from tie.bones.config import ModelConfig
+from tie.bones.errors import InputError
+
+
+class KvPool:
+    """The blocks of keys and values of all sequences, zeroed at the start.
+
+    Args:
+        config: of the model.
+        num_blocks: blocks in the pool.
+        block_tokens: tokens that one block holds.
+        dtype: of keys and values.
+
+    Raises:
+        InputError: there is not a block, or a block has no token.
+    """
+
+    def __init__(self, config: ModelConfig, *, num_blocks: int, block_tokens: int, dtype: torch.dtype) -> None:
+        if num_blocks < 1 or block_tokens < 1:
+            raise InputError("the KV pool needs at least one block of at least one token")
+        layers, heads, dim = config.num_layers, config.num_kv_heads, config.head_dim
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self.data = torch.zeros(num_blocks, layers, 2, heads, block_tokens, dim, dtype=dtype)
+        self.block_bytes = self.data[0].nbytes
+        self._bytes = self.data.view(-1).view(torch.uint8).view(num_blocks, self.block_bytes).numpy()
+        # One run per (block, layer, K or V, head), and one row per token in it. Where a view begins at the layer's own
+        # first run, the same index serves every layer: no arithmetic on indices in the hot loop.
+        runs, rows = self.data.view(-1, block_tokens * dim), self.data.view(-1, dim)
+        self.runs_per_block = layers * 2 * heads
+        self.layer_runs = [runs[layer * 2 * heads :] for layer in range(layers)]
+        self.layer_rows = [rows[layer * 2 * heads * block_tokens :] for layer in range(layers)]
+
+    def block_view(self, block: int) -> memoryview:
+        """The bytes of one block over all layers, writable and in place.
+
+        Raises:
+            InputError: no such block.
+        """
+        if not 0 <= block < self.num_blocks:
+            raise InputError("a block is outside the pool")
+        return memoryview(self._bytes[block])
+
+    def clear(self, blocks: Ints) -> None:
+        """Zeroes blocks, so that nothing of their former sequence is left in them."""
+        for block in blocks.tolist():
+            self.data[block].zero_()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Rows whose attention is one call.
+
+    Attributes:
+        rows: which of the batch's rows: `sequences * queries` of them.
+        sequences: how many sequences.
+        queries: rows of each; above 1 only where there is one sequence.
+        runs: `[2 * sequences * kv_heads * blocks]` int64, the runs to gather, relative to a layer's first.
+        mask: what is added to the scores: 0, or minus infinity. `[sequences, 1, 1, keys]`, or `[queries, keys]`.
+    """
+
+    rows: slice
+    sequences: int
+    queries: int
+    runs: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What all layers of one forward pass share: where its keys and values go, and which calls attend.
+
+    Attributes:
+        targets: `[rows * 2 * kv_heads]` int64, rows of the pool to write, relative to a layer's first.
+        groups: together they cover every row once, in order.
+    """
+
+    targets: Tensor
+    groups: tuple[Group, ...]
+
+
+class Attention(Protocol):
+    """Causal attention over a paged pool."""
+
+    def plan(self, rows: Rows) -> Plan:
+        """Prepares one forward pass."""
+
+    def attend(self, plan: Plan, layer: int, qkv: Tensor) -> Tensor:
+        """Files the rows' keys and values, and attends.
+
+        Args:
+            plan: of this forward pass.
+            layer: its number.
+            qkv: `[rows, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values; rotated.
+
+        Returns:
+            `[rows, num_heads * head_dim]`.
+        """
+
+
+class GatherAttention:
+    """The reference: gathers blocks and calls torch's scaled dot product attention.
+
+    Decoding sequences share calls, padded to the longest. The heads that share a key head are rows of one small matrix
+    product, so keys and values are never repeated.
+    """
+
+    _PADDING = 4  # sequences share a call while the longest is at most this many times as long as the shortest
+
+    def __init__(self, config: ModelConfig, pool: KvPool) -> None:
+        self._config = config
+        self._pool = pool
+        self._heads = np.arange(2 * config.num_kv_heads).reshape(2, 1, config.num_kv_heads, 1)
+
+    def plan(self, rows: Rows) -> Plan:
+        """See `Attention.plan`. Clears the blocks that this pass begins: see `_fresh_blocks`."""
+        tokens = self._pool.block_tokens
+        self._pool.clear(np.concatenate([_fresh_blocks(span, tokens) for span in rows.spans]))
+        owners = np.concatenate([span.blocks[np.arange(span.start, span.end) // tokens] for span in rows.spans])
+        runs = owners[:, None] * self._pool.runs_per_block + self._heads.reshape(1, -1)
+        targets = runs * tokens + (rows.positions % tokens)[:, None]
+        return Plan(torch.from_numpy(targets.reshape(-1)), tuple(self._groups(rows.spans)))
+
+    def attend(self, plan: Plan, layer: int, qkv: Tensor) -> Tensor:
+        """See `Attention.attend`."""
+        config = self._config
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._pool.layer_rows[layer].index_copy_(0, plan.targets, qkv[:, heads:].reshape(-1, dim))
+        outputs = []
+        for group in plan.groups:
+            queries = qkv[group.rows, :heads].view(-1, kv_heads, config.group_size, dim)
+            gathered = self._pool.layer_runs[layer].index_select(0, group.runs)
+            keys, values = gathered.view(2, group.sequences, kv_heads, -1, dim).unbind()
+            if group.queries == 1:
+                out = scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
+                outputs.append(out.reshape(-1, heads * dim))
+            else:
+                # Key heads take the place of the batch, so that one mask serves all and keys are shared by stride 0.
+                shape = (-1, config.group_size, -1, -1)
+                keys, values = keys[0].unsqueeze(1).expand(shape), values[0].unsqueeze(1).expand(shape)
+                out = scaled_dot_product_attention(queries.permute(1, 2, 0, 3), keys, values, attn_mask=group.mask)
+                outputs.append(out.permute(2, 0, 1, 3).reshape(-1, heads * dim))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _groups(self, spans: Sequence[Span]) -> Iterator[Group]:
+        row = index = 0
+        while index < len(spans):
+            members = [spans[index]]
+            if members[0].count == 1:
+                shortest = longest = members[0].end
+                for span in spans[index + 1 :]:
+                    shortest, longest = min(shortest, span.end), max(longest, span.end)
+                    if span.count > 1 or longest > self._PADDING * max(shortest, self._pool.block_tokens):
+                        break
+                    members.append(span)
+            rows = sum(span.count for span in members)
+            yield self._group(slice(row, row + rows), members)
+            row += rows
+            index += len(members)
+
+    def _group(self, rows: slice, spans: Sequence[Span]) -> Group:
+        tokens, window = self._pool.block_tokens, self._config.sliding_window
+        first = [max(0, span.start + 1 - window) // tokens if window else 0 for span in spans]
+        used = [span.blocks[begin : -(-span.end // tokens)] for begin, span in zip(first, spans, strict=True)]
+        width = max(map(len, used))
+        # A short table is filled up with its own last block: another sequence never enters a sum, not even times 0.
+        table = np.stack([np.pad(blocks, (0, width - len(blocks)), mode="edge") for blocks in used])
+        runs = table[None, :, None, :] * self._pool.runs_per_block + self._heads
+
+        keys = np.array(first)[:, None, None] * tokens + np.arange(width * tokens)
+        queries = np.stack([np.arange(span.start, span.end) for span in spans])[:, :, None]
+        seen = keys <= queries
+        if window:
+            seen &= keys > queries - window
+        mask = torch.zeros(seen.shape, dtype=self._pool.data.dtype)
+        mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
+        count = spans[0].count
+        return Group(
+            rows=rows,
+            sequences=len(spans),
+            queries=count,
+            runs=torch.from_numpy(runs.reshape(-1)),
+            mask=mask[:, None] if count == 1 else mask[0],
+        )
+
+
+def _fresh_blocks(span: Span, block_tokens: int) -> Ints:
+    """The blocks whose first token this span writes.
+
+    They may still hold a former sequence's rows behind the ones written now. Those are masked, but a masked value still
+    enters the sum times zero, and zero times infinity is not a number: so they are cleared.
+    """
+    return span.blocks[-(-span.start // block_tokens) : -(-span.end // block_tokens)]

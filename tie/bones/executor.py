@@ -1,0 +1,107 @@
+"""The executor: a model, its KV pool, and one forward pass per scheduled batch.
+
+Not thread-safe: one thread schedules and calls.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from tie.bones.attention import GatherAttention, KvPool
+from tie.bones.batch import Batch, SequenceSlice, lay_out
+from tie.bones.config import ModelConfig
+from tie.bones.errors import InputError
+from tie.bones.llama import Llama
+
+__all__ = ["Batch", "Executor", "SequenceSlice"]
+
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Executor:
+    """Runs a model with PyTorch on the CPU.
+
+    Args:
+        config: of the model.
+        tensors: the weights, under Hugging Face's names, packed for the layout `torch-cpu-<dtype>`: matrices of
+            `dtype`, vectors of any floating dtype. Matrices are used where they lie and never copied.
+        num_blocks: blocks of the KV pool.
+        block_tokens: tokens of a block.
+        dtype: "f32" or "bf16": of weights, keys and values.
+        threads: of PyTorch, for the whole process.
+
+    Raises:
+        InputError: an argument is impossible.
+        WeightsError: the tensors are not those of the model.
+    """
+
+    name = "torch-cpu"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        dtype: str,
+        threads: int,
+    ) -> None:
+        if dtype not in _DTYPES:
+            raise InputError(f"the dtype must be one of {', '.join(_DTYPES)}")
+        if threads < 1:
+            raise InputError("at least one thread is needed")
+        torch.set_num_threads(threads)
+        self.config = config
+        self.layout_id = f"{self.name}-{dtype}"
+        self._pool = KvPool(config, num_blocks=num_blocks, block_tokens=block_tokens, dtype=_DTYPES[dtype])
+        self._attention = GatherAttention(config, self._pool)
+        self._model = Llama(config, tensors, self._attention, _DTYPES[dtype])
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self.config.vocab_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV pool."""
+        return self._pool.num_blocks
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens that a block holds."""
+        return self._pool.block_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that a block takes, over all layers."""
+        return self._pool.block_bytes
+
+    def block_view(self, block: int) -> memoryview:
+        """The bytes of one block, in place and writable: to export it, or to import one.
+
+        Laid out as `[layer][K, V][kv head][token][dim]`.
+
+        Raises:
+            InputError: no such block.
+        """
+        return self._pool.block_view(block)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Computes a batch: files keys and values of every row, and returns the logits that are asked for.
+
+        Logits of one sequence depend on the rest of the batch by rounding only: the matrix products sum in an order
+        that depends on how many rows there are.
+
+        Returns:
+            `[sum of slice.logits, vocab_size]` float32, in batch order.
+
+        Raises:
+            InputError: the batch cannot be carried out; nothing was changed.
+        """
+        rows = lay_out(batch, self.config, num_blocks=self.num_blocks, block_tokens=self.block_tokens)
+        with torch.inference_mode():
+            plan = self._attention.plan(rows)
+            tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
+            return self._model.forward(tokens, positions, torch.from_numpy(rows.wanted), plan)

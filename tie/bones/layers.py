@@ -1,0 +1,73 @@
+"""The small layers that every Llama is made of: RMSNorm, rotary embedding, SwiGLU."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tie.bones.config import ModelConfig, RopeScaling
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+    Args:
+        x: `[rows, width]` float32, the residual stream.
+        weight: `[width]` float32.
+        eps: added to the mean square.
+        dtype: of the result, which feeds a matrix product.
+    """
+    return functional.rms_norm(x, weight.shape, weight, eps).to(dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020, arXiv 2002.05202), in the memory of `gate`."""
+    return functional.silu(gate, inplace=True).mul_(up)
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Angles per position of each pair of dimensions, `[head_dim / 2]` float32, stretched as the model asks."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    match config.rope_scaling:
+        case None:
+            return frequencies
+        case RopeScaling(kind="linear", factor=factor):
+            return frequencies / factor
+        case RopeScaling() as scaling:
+            # How many wavelengths the original context holds decides: few of them, stretch; many, keep; between, blend.
+            periods = scaling.original_context * frequencies / (2 * math.pi)
+            keep = (periods - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+            keep = keep.clamp(0, 1)
+            return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+
+
+class Rope:
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) on half-split heads, as Hugging Face stores them.
+
+    Args:
+        config: of the model.
+        dtype: in which heads are rotated.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._frequencies = rope_frequencies(config)
+        self._half = config.head_dim // 2
+        self._dtype = dtype
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines for one forward pass, `[rows, 1, head_dim]` each; shared by all layers.
+
+        Args:
+            positions: `[rows]` int64.
+        """
+        angles = positions[:, None].float() * self._frequencies
+        cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+    def rotate_(self, heads: Tensor, tables: tuple[Tensor, Tensor]) -> None:
+        """Rotates `heads` `[rows, heads, head_dim]` in place."""
+        cos, sin = tables
+        swapped = torch.cat((heads[..., self._half :], heads[..., : self._half]), -1)
+        heads.mul_(cos).addcmul_(swapped, sin)

@@ -1,0 +1,153 @@
+"""Chooses the next token of each sequence from its logits.
+
+A row is worked on alone, and its randomness is a function of its seed and position only (a counter-based generator:
+Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so the same logits give the same token in any batch.
+
+Order of work: repetition, frequency and presence penalties; bias; allowed, bad and banned tokens and the grammar's
+mask; temperature; top-k; top-p; min-p. Cuts are by value: tokens that tie with the last one kept are kept as well.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tie.bones.errors import InputError, SamplingError
+from tie.bones.sampling import Floats, Ids, Sampled, SampleRow, SamplingParams, as_ids, check_ids
+
+__all__ = ["SampleRow", "Sampled", "SamplingParams", "sample"]
+
+_BUCKET = 256  # of the two-level search in `_invert`
+_FIRST_NUCLEUS = 512  # tokens that the search for the nucleus sorts at first
+
+Doubles = npt.NDArray[np.float64]
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+    """Chooses one token per row. A pure function: same arguments, same result; `logits` are not changed.
+
+    Args:
+        logits: `[rows, vocab_size]` float32 on the CPU.
+        rows: one for each row of `logits`.
+
+    Raises:
+        InputError: the shapes do not match, or a token id is outside the vocabulary.
+        SamplingError: some rows leave no token to choose; it names them.
+    """
+    if logits.dim() != 2 or len(rows) != len(logits) or logits.dtype != torch.float32:
+        raise InputError("logits must be float32, one row for each row to sample")
+    if not rows:
+        return []
+    table: Floats = logits.numpy()
+    chosen, largest = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows becomes infinite, and is found below
+        for index, row in enumerate(rows):
+            edited = _edit(table[index], row)
+            chosen[index] = edited.argmax()
+            largest[index] = edited[chosen[index]]
+            if not row.params.greedy and np.isfinite(largest[index]):
+                chosen[index] = _draw(edited, float(largest[index]), row)
+    # The maximum is not finite where everything is masked and where a logit is NaN or infinite.
+    if failed := np.flatnonzero(~np.isfinite(largest)).tolist():
+        raise SamplingError("some rows leave no token to choose", failed)
+    return [_report(table[index], int(chosen[index]), row.logprobs) for index, row in enumerate(rows)]
+
+
+def _edit(logits: Floats, row: SampleRow) -> Floats:
+    """Penalties, bias and masks; a copy where there are any."""
+    if not row.edited:
+        return logits
+    params, vocab_size = row.params, len(logits)
+    params.check_vocabulary(vocab_size)
+    x = logits.copy()
+    if params.repetition != 1:
+        seen = check_ids(np.union1d(as_ids(row.prompt_ids), as_ids(row.output_ids)), vocab_size)
+        x[seen] = np.where(x[seen] > 0, x[seen] / params.repetition, x[seen] * params.repetition)
+    if params.frequency_penalty or params.presence_penalty:
+        seen, counts = np.unique(check_ids(as_ids(row.output_ids), vocab_size), return_counts=True)
+        x[seen] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)
+    if params.logit_bias:
+        ids, bias = params.bias
+        x[ids] += bias
+    if params.allowed_ids is not None:
+        kept = x[params.allowed]
+        x.fill(-np.inf)
+        x[params.allowed] = kept
+    x[params.bad] = -np.inf
+    if len(row.banned):
+        x[check_ids(as_ids(row.banned), vocab_size)] = -np.inf
+    if row.mask is not None:
+        bits = np.unpackbits(row.mask.view(np.uint8), bitorder="little", count=vocab_size)
+        x[bits == 0] = -np.inf
+    return x
+
+
+def _draw(x: Floats, largest: float, row: SampleRow) -> int:
+    """Draws from softmax(x / temperature) after top-k, top-p and min-p; `largest` is the maximum of x."""
+    params = row.params
+    ids: Ids | None = None
+    kept = x
+    if 0 < params.top_k < len(x):
+        ids = np.flatnonzero(x >= np.partition(x, -params.top_k)[-params.top_k])
+        kept = x[ids]
+    # Relative to the likeliest token, whose weight is 1.
+    weights: Doubles = np.exp((kept.astype(np.float64) - largest) / params.temperature)
+    least = params.min_p
+    if 0 < params.top_p < 1:
+        least = max(least, _nucleus(weights, params.top_p))
+    if least > 0:
+        survivors = np.flatnonzero(weights >= least)
+        ids = survivors if ids is None else ids[survivors]
+        weights = weights[survivors]
+    uniform = np.random.Generator(np.random.Philox(key=params.seed, counter=row.position)).random()
+    choice = _invert(weights, uniform)
+    return choice if ids is None else int(ids[choice])
+
+
+def _nucleus(weights: Doubles, top_p: float) -> float:
+    """The least weight in the smallest set of largest weights that has `top_p` of the sum."""
+    goal = top_p * weights.sum()
+    size = _FIRST_NUCLEUS
+    while True:  # the nucleus is mostly small: sort a few of the largest, and more only where they do not suffice
+        largest = weights if size >= len(weights) else np.partition(weights, -size)[-size:]
+        largest = np.sort(largest)[::-1]
+        sums = largest.cumsum()
+        if sums[-1] >= goal or size >= len(weights):
+            return float(largest[min(np.searchsorted(sums, goal), len(largest) - 1)])
+        size *= 8
+
+
+def _invert(weights: Doubles, uniform: float) -> int:
+    """The index at which the running sum of weights passes `uniform` of the whole: never one of weight 0.
+
+    In two levels, as summing up a large vocabulary costs ten times its mere sum.
+    """
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), _BUCKET)).cumsum()
+    goal = uniform * sums[-1]
+    bucket = min(int(np.searchsorted(sums, goal, side="right")), int(np.flatnonzero(np.diff(sums, prepend=0.0))[-1]))
+    inside = weights[bucket * _BUCKET : (bucket + 1) * _BUCKET]
+    within = inside.cumsum()
+    rest = goal - (sums[bucket - 1] if bucket else 0.0)
+    # Rounding may leave the goal at the very end of the bucket: then its last token of any weight.
+    index = min(int(np.searchsorted(within, rest, side="right")), int(np.flatnonzero(inside)[-1]))
+    return bucket * _BUCKET + index
+
+
+def _report(logits: Floats, token_id: int, logprobs: int | None) -> Sampled:
+    if logprobs is None:
+        return Sampled(token_id)
+    largest = float(logits.max())
+    normal = largest + math.log(np.exp(logits.astype(np.float64) - largest).sum())
+    count = min(logprobs, len(logits))
+    if count == 0:
+        return Sampled(token_id, float(logits[token_id]) - normal)
+    candidates = np.flatnonzero(logits >= np.partition(logits, -count)[-count])
+    top = candidates[np.argsort(-logits[candidates], kind="stable")][:count]
+    return Sampled(
+        token_id,
+        float(logits[token_id]) - normal,
+        tuple(top.tolist()),
+        tuple((logits[top].astype(np.float64) - normal).tolist()),
+    )
