@@ -1,1 +1,1 @@
-"""The contract with CloudBoard, and reference parts so that a node runs without the fleet."""
+"""The contract with CloudBoard, and reference parts that stand in for the fleet: ingress, registry, jobhelper, kps."""
