@@ -1,0 +1,89 @@
+"""The `tie` command: one group, its commands imported when they are called, so that `tie --help` is quick."""
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from tie import __version__
+from tie.daemon.errors import TieError, UserError
+
+# Command → where it is, and what `tie --help` says of it (so that the module need not be imported for that).
+_COMMANDS = {
+    "up": ("tie.cli.up:up", "Run a whole node in this terminal."),
+    "chat": ("tie.cli.chat:chat", "Talk to the model."),
+    "status": ("tie.cli.operate:status", "Show the node's state and its parts."),
+    "recycle": ("tie.cli.operate:recycle", "Replace the runtime by a fresh one."),
+    "maintenance": ("tie.cli.operate:maintenance", "Take the node out of service, or back in."),
+    "metrics": ("tie.cli.operate:metrics", "Print the metrics of all daemons."),
+    "doctor": ("tie.cli.doctor:doctor", "Say what this machine lacks and how to get it."),
+    "assets": ("tie.cli.assets:assets", "Make and check model bundles."),
+    "demo": ("tie.cli.demo:demo", "Start a node, ask, recycle, ask again, stop."),
+}
+
+
+class _LazyGroup(click.Group):
+    """Imports a command's module when the command is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, name = _COMMANDS[cmd_name][0].partition(":")
+        try:
+            command: click.Command = getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] in ("tie", "controllerd", "kvxfer"):
+                raise
+            raise UserError(
+                f"`tie {cmd_name}` needs the Python package {error.name!r}, which is not installed",
+                hint="it runs where the node's packages are: ./run setup, or the extra `node`",
+            ) from error
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+
+@click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="tie")
+def tie() -> None:
+    """TIE, The Inference Engine: a node that serves language models and keeps nothing of what it served."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and exits; an expected error is a message and a hint, never a traceback."""
+    try:
+        result: Any = tie.main(args=arguments, standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except TieError as error:
+        complain(error)
+        sys.exit(1)
+    except BrokenPipeError:
+        # The reader of our output left (`tie status | head`): not our error, and nothing more can be said.
+        sys.stderr.close()
+        sys.exit(141)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+def complain(error: TieError) -> None:
+    """Prints an expected error: what is wrong, and what to do about it."""
+    click.secho(f"tie: {error}", fg="red", err=True)
+    hint = error.hint if isinstance(error, UserError) else ""
+    if hint:
+        click.echo(f"     {hint}", err=True)
+
+
+if __name__ == "__main__":
+    main()

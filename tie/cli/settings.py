@@ -1,0 +1,114 @@
+"""Where a node is and how it is configured, as the command line sees it."""
+
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tie.daemon import config as node_config
+from tie.daemon.config import NodeConfig
+from tie.daemon.errors import ConfigError
+
+
+def default_run_dir() -> Path:
+    """The run directory when none is named: $TIE_RUN_DIR, else /run/tie for root, else a folder of the user's own."""
+    named = os.environ.get("TIE_RUN_DIR")
+    if named:
+        return Path(named)
+    if os.geteuid() == 0:
+        return Path("/run/tie")
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "tie" if runtime else Path(f"/tmp/tie-{os.geteuid()}")  # noqa: S108 (checked when made)
+
+
+def cache_dir() -> Path:
+    """Where the demo model's bundle is kept: $TIE_CACHE_DIR, else the user's cache folder."""
+    named = os.environ.get("TIE_CACHE_DIR")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tie"
+
+
+def node_toml(run_dir: Path) -> Path:
+    """The configuration that `tie up` writes for its daemons."""
+    return run_dir / "node.toml"
+
+
+def load_running(run_dir: Path) -> NodeConfig:
+    """The configuration of the node that runs in `run_dir`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = node_toml(run_dir)
+    if not path.exists():
+        raise ConfigError(
+            f"no node runs in {run_dir}", hint="start one with `tie up`, or name its run directory with --run-dir"
+        )
+    return node_config.load(path)
+
+
+def effective(base: Path | None, overrides: Sequence[str], **values: Any) -> NodeConfig:
+    """A configuration file with overrides on top.
+
+    Args:
+        base: node.toml, or None for the defaults.
+        overrides: "table.key=value" with a TOML value; a value that is no TOML stands for itself as a string.
+        values: overrides by dotted name with `__` for the dot; None is no override.
+
+    Raises:
+        ConfigError: a name or a value is wrong.
+    """
+    tree = _tree(node_config.load(base) if base else NodeConfig())
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"--set {override}: needs key=value", hint="for example controller.recycle_interval_s=600"
+            )
+        _put(tree, name.strip(), _toml_value(text.strip()))
+    return _checked(tree, values)
+
+
+def replace(config: NodeConfig, **values: Any) -> NodeConfig:
+    """The same configuration with a few values changed, named as in `effective`.
+
+    Raises:
+        ConfigError: a name or a value is wrong.
+    """
+    return _checked(_tree(config), values)
+
+
+def _tree(config: NodeConfig) -> dict[str, Any]:
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    return tree
+
+
+def _checked(tree: dict[str, Any], values: dict[str, Any]) -> NodeConfig:
+    for name, value in values.items():
+        if value is not None:
+            _put(tree, name.replace("__", "."), value)
+    try:
+        return msgspec.convert(tree, NodeConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}", hint="docs/configuration.md lists every key") from None
+
+
+def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+    *tables, key = name.split(".")
+    at: Any = tree
+    for table in tables:
+        at = at.get(table) if isinstance(at, dict) else None
+    if not isinstance(at, dict) or key not in at or isinstance(at[key], dict):
+        raise ConfigError(f"there is no configuration key {name!r}", hint="docs/configuration.md lists every key")
+    at[key] = value
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

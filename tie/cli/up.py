@@ -1,0 +1,298 @@
+"""`tie up`: the whole node in one terminal, without systemd. The same daemons, sockets and per-connection start."""
+
+import asyncio
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from tie.cli import settings
+from tie.cli.console import Console
+from tie.cli.listener import Listener
+from tie.cli.process import OnLine, kill_orphans
+from tie.cli.supervisor import Report, Service, ServiceConfigError, describe_exit, stop_in_order
+from tie.daemon import config as node_config
+from tie.daemon.config import NodeConfig
+from tie.daemon.errors import ConfigError
+from tie.daemon.hardening import adopt_orphans
+from tie.daemon.notify import notify
+
+# In the order of their start. They may as well start all at once: each waits for its peers.
+_DAEMONS = (
+    ("tie-kps", 3.0),
+    ("gpuhealthd", 3.0),
+    ("tie-model-owner", 3.0),
+    ("tie-afm-runtime", 15.0),
+    ("tie-cloudboard", 5.0),
+    ("tie-controllerd", 5.0),
+)
+# And of their end: first nobody sends anything more, then what works for requests, then what they stand on.
+_STOP_STAGES = (
+    ("tie-controllerd", "tie-cloudboard"),
+    ("tie-afm-runtime",),
+    ("gpuhealthd", "tie-model-owner", "tie-kps"),
+)
+_INSTANCE_STOP_S = 3.0
+_MAX_APPS = 64
+_MAX_JOBHELPERS = 300
+# Each process of a request has one thread's worth of work: libraries that start a pool per core only lose time.
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@click.command()
+@click.option("--bundle", type=click.Path(path_type=Path), help="Model bundle to serve [default: the demo model].")
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), help="Sockets and keys [default: $TIE_RUN_DIR or /run/tie]."
+)
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of CloudBoard's ingress on loopback [default: 8443].")
+@click.option("--config", "base", type=click.Path(path_type=Path), help="A node.toml to start from.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one setting; may be repeated.")
+@click.option("--quiet", is_flag=True, help="Only this command's own messages, no logs.")
+@click.option("--json-logs", is_flag=True, help="Logs as JSON lines.")
+def up(
+    bundle: Path | None,
+    run_dir: Path | None,
+    port: int | None,
+    base: Path | None,
+    overrides: tuple[str, ...],
+    *,
+    quiet: bool,
+    json_logs: bool,
+) -> int:
+    """Run a whole node in this terminal, until Ctrl-C.
+
+    Starts every daemon, gives each request its own processes, starts again what ends. Nothing outlives this command.
+    """
+    console = Console(quiet=quiet, json_logs=json_logs)
+    directory = (run_dir or settings.default_run_dir()).absolute()
+    config = settings.effective(base, overrides, run_dir=str(directory), cloudboard__port=port)
+    with prepared(directory):
+        config = with_bundle(config, bundle, console)
+        check(config)
+        write_configuration(config)
+        return asyncio.run(_Node(config, console).run())
+
+
+@contextmanager
+def prepared(directory: Path) -> Iterator[None]:
+    """Makes the run directory and holds it for this process.
+
+    Raises:
+        ConfigError: it cannot be made, belongs to somebody else, or another node runs in it.
+    """
+    try:
+        directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+        status = directory.stat()
+        lock = os.open(directory / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        hint = "name another one with --run-dir"
+        raise ConfigError(f"cannot use {directory}: {error.strerror}", hint=hint) from error
+    try:
+        if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
+            raise ConfigError(
+                f"{directory} belongs to somebody else or is open to all", hint="choose another --run-dir"
+            )
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "?"
+            raise ConfigError(
+                f"a node already runs in {directory} (`tie up`, process {owner})",
+                hint="stop it, or give this one its own --run-dir and --port",
+            ) from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(lock)
+
+
+def with_bundle(config: NodeConfig, bundle: Path | None, console: Console) -> NodeConfig:
+    """The configuration with an absolute bundle: the named one, the configured one, or the demo model's.
+
+    Raises:
+        BundleError: there is no such bundle.
+    """
+    from tie.assets.bundle import open_bundle  # needs the node's packages, which `tie up --help` does not
+
+    if bundle is None and config.model.bundle:
+        bundle = Path(config.model.bundle)
+    if bundle is None:
+        from tie.cli.assets import demo_bundle
+
+        bundle = settings.cache_dir() / "demo-bundle"
+        if not bundle.exists():
+            console.say(f"making the demo model's bundle in {bundle} …")
+            demo_bundle(bundle)
+    bundle = bundle.absolute()
+    manifest = open_bundle(bundle).manifest
+    console.say(f"model {manifest.model} ({manifest.release}) from {bundle}")
+    return settings.replace(config, model__bundle=str(bundle))
+
+
+def check(config: NodeConfig) -> None:
+    """What would otherwise show as a daemon that keeps failing.
+
+    Raises:
+        ConfigError: a socket path is too long, or the ingress's port is taken.
+    """
+    longest = config.sockets.owner_control
+    if len(os.fsencode(longest)) > 107:
+        raise ConfigError(f"{config.run_dir} is too long for Unix sockets", hint="choose a shorter --run-dir")
+    family = socket.AF_INET6 if ":" in config.cloudboard.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.cloudboard.host, config.cloudboard.port))
+        except OSError as error:
+            where = f"{config.cloudboard.host}:{config.cloudboard.port}"
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(f"{where} is in use", hint="choose another port with --port") from None
+            raise ConfigError(f"cannot listen on {where}: {error.strerror}") from error
+
+
+def write_configuration(config: NodeConfig) -> None:
+    """node.toml and the node's keys, in the run directory."""
+    from tie.cloudboard.keys import create_node_keys
+
+    path = settings.node_toml(Path(config.run_dir))
+    path.write_bytes(node_config.dump(config))
+    path.chmod(0o640)
+    create_node_keys(config)
+
+
+def program(name: str) -> str:
+    """Where a console script of this installation is.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    beside = Path(sys.executable).parent / name
+    path = str(beside) if beside.exists() else shutil.which(name)
+    if path is None:
+        raise ConfigError(f"{name} is not installed", hint="install the project with its extra `node`: ./run setup")
+    return path
+
+
+class _Node:
+    """All processes of one node."""
+
+    def __init__(self, config: NodeConfig, console: Console) -> None:
+        self._config = config
+        self._console = console
+        self._directory = Path(config.run_dir)
+        self._stopping = asyncio.Event()
+        self._state = ""
+        toml = str(settings.node_toml(self._directory))
+        self._services = {name: Service(name, [program(name), "--config", toml], stop_s) for name, stop_s in _DAEMONS}
+        environment = {key: value for key, value in os.environ.items() if key not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")}
+        self._environment = {**environment, "PYTHONUNBUFFERED": "1"}
+        sockets = config.sockets
+        self._listeners = [
+            Listener(
+                name,
+                path,
+                [program(name), "--config", toml],
+                environment={**self._environment, **_ONE_THREAD},
+                limit=limit,
+                on_line=self._log_to,
+                on_refused=lambda name: console.log(name, "connection refused: too many instances"),
+            )
+            for name, path, limit in (
+                ("tie-cloud-app", sockets.app, _MAX_APPS),
+                ("cb_jobhelper", sockets.jobhelper, _MAX_JOBHELPERS),
+            )
+        ]
+
+    async def run(self) -> int:
+        """Runs the node until a signal; returns the exit code."""
+        loop = asyncio.get_running_loop()
+        adopt_orphans()
+        loop.add_signal_handler(signal.SIGCHLD, self._sweep)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal)
+        tasks: dict[str, asyncio.Task[None]] = {}
+        try:
+            for listener in self._listeners:
+                listener.start()
+            for name, service in self._services.items():
+                running = service.run(self._environment, self._directory, self._report(service))
+                tasks[name] = asyncio.create_task(running, name=name)
+            return await self._until_stopped(tasks)
+        finally:
+            notify("STOPPING=1")
+            self._console.say("stopping …")
+            first, *others = ([tasks[name] for name in stage if name in tasks] for stage in _STOP_STAGES)
+            await stop_in_order([first])
+            await asyncio.gather(*(listener.stop(_INSTANCE_STOP_S) for listener in self._listeners))
+            await stop_in_order(others)
+            self._sweep()
+            self._console.say("stopped")
+
+    async def _until_stopped(self, tasks: dict[str, asyncio.Task[None]]) -> int:
+        stopping = asyncio.create_task(self._stopping.wait())
+        done, _ = await asyncio.wait([stopping, *tasks.values()], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        for task in done - {stopping}:
+            error = task.exception()
+            lines = self._services[task.get_name()].last_lines
+            if isinstance(error, ServiceConfigError):
+                raise ConfigError(f"{error}: {lines[-1] if lines else ''}") from error
+            if error is not None:
+                raise error
+        return 0
+
+    def _report(self, service: Service) -> Report:
+        def ended(code: int, pause: float) -> None:
+            if self._stopping.is_set():
+                return
+            self._console.log(service.name, f"ended with {describe_exit(code)}; starts again in {pause:g} s")
+            if code not in (0, -signal.SIGKILL, -signal.SIGTERM) and pause > 1:
+                self._console.say(f"{service.name} keeps failing ({describe_exit(code)}):", error=True)
+                for line in list(service.last_lines)[-5:]:
+                    self._console.say(f"    {line}", error=True)
+
+        return Report(
+            line=self._log_to(service.name),
+            ready=lambda: None,  # its own log says so
+            status=self._on_status if service.name == "tie-controllerd" else lambda _: None,
+            ended=ended,
+        )
+
+    def _log_to(self, name: str) -> OnLine:
+        return lambda line: self._console.log(name, line)
+
+    def _on_status(self, text: str) -> None:
+        """The controller's state, in its words: the first one is the state's name."""
+        state = text.partition(" ")[0]
+        if state == self._state:
+            return
+        self._state = state
+        if state == "available":
+            notify("READY=1")
+            cloudboard = self._config.cloudboard
+            self._console.say(f"the node is available on http://{cloudboard.host}:{cloudboard.port}: try `tie chat`")
+        else:
+            self._console.say(f"the node is {text}")
+
+    def _on_signal(self) -> None:
+        if self._stopping.is_set():  # asked twice: at once
+            for service in self._services.values():
+                if service.child is not None:
+                    service.child.kill()
+            for listener in self._listeners:
+                listener.kill()
+        self._stopping.set()
+
+    def _sweep(self) -> None:
+        known = {service.child.pid for service in self._services.values() if service.child is not None}
+        kill_orphans(known.union(*(listener.pids for listener in self._listeners)))
