@@ -1,0 +1,63 @@
+"""Configuration as the command line builds it."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tie.cli import settings
+from tie.daemon import config as node_config
+from tie.daemon.errors import ConfigError
+
+
+def test_overrides_take_toml_values_and_plain_words() -> None:
+    config = settings.effective(
+        None,
+        ["controller.recycle_interval_s=7.5", "runtime.dtype=f32", "node_id = 'a'", "app.buckets=[64, 128]"],
+        cloudboard__port=9000,
+        run_dir=None,
+    )
+    assert config.controller.recycle_interval_s == 7.5
+    assert config.runtime.dtype == "f32"
+    assert config.node_id == "a"
+    assert config.app.buckets == (64, 128)
+    assert config.cloudboard.port == 9000
+    assert config.run_dir == "/run/tie"
+
+
+@pytest.mark.parametrize(
+    "override", ["nonsense", "x=1", "controller=1", "controller.x=1", "controller.recycle_interval_s.y=1", "=1"]
+)
+def test_a_wrong_name_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError):
+        settings.effective(None, [override])
+
+
+@pytest.mark.parametrize("override", ["cloudboard.port=70000", "runtime.dtype=int3", "controller.heartbeat_s=-1"])
+def test_a_wrong_value_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match="configuration"):
+        settings.effective(None, [override])
+
+
+@given(st.text(max_size=40), st.text(max_size=40))
+def test_any_text_is_a_setting_or_a_clear_refusal(name: str, value: str) -> None:
+    with contextlib.suppress(ConfigError):
+        assert isinstance(settings.effective(None, [f"{name}={value}"]), node_config.NodeConfig)
+
+
+def test_what_is_written_is_what_the_daemons_read(tmp_path: Path) -> None:
+    config = settings.effective(None, ["controller.heartbeat_s=3"], run_dir=str(tmp_path))
+    settings.node_toml(tmp_path).write_bytes(node_config.dump(config))
+    assert settings.load_running(tmp_path) == config
+
+
+def test_no_node_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no node runs"):
+        settings.load_running(tmp_path)
+
+
+def test_the_run_directory_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIE_RUN_DIR", "/somewhere")
+    assert settings.default_run_dir() == Path("/somewhere")
