@@ -1,0 +1,39 @@
+"""A bell: whoever waits for a condition looks again when it rings. Nothing is ever lost between look and wait."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+
+class Bell:
+    """Rings for all waiters at once."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def ring(self) -> None:
+        """Wakes everyone who waits now."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout: float) -> None:
+        """Waits for the next ring, at most `timeout` seconds."""
+        event = self._event
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await event.wait()
+
+    async def until(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Waits until `condition` holds, looking at each ring.
+
+        Returns:
+            Whether it holds; False when `timeout` seconds passed first.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while not condition():
+            left = deadline - loop.time()
+            if left <= 0:
+                return False
+            await self.wait(left)
+        return True
