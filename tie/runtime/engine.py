@@ -1,0 +1,256 @@
+"""The engine: one thread that turns requests into tokens, step by step.
+
+    plan → forward → sample → text, stops, grammar → events
+
+Everybody else talks to it through thread-safe calls (`submit`, `cancel`, `drain`, `status`), which leave a note in its
+inbox; it reads the inbox between two steps, so each is honoured within one. A request that misbehaves fails alone. If
+the executor itself fails, every request is told so, the engine is FAILED for good and `on_failure` is called: nothing
+can be trusted any more, and the process must go.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tie.assets.tokenizer import Tokenizer
+from tie.bones.errors import SamplingError
+from tie.bones.executor import Batch, SequenceSlice
+from tie.bones.sampler import Sampled, SampleRow, sample
+from tie.daemon import log
+from tie.proto import engine_pb2, runtime_pb2
+from tie.runtime.blocks import BlockPool
+from tie.runtime.choice import Choice
+from tie.runtime.grammar import GrammarCompiler
+from tie.runtime.jobs import Job, Jobs, Sink
+from tie.runtime.metrics import EngineMetrics
+from tie.runtime.request import Bounds, Request
+from tie.runtime.scheduler import Limits, Plan, PlannedSlice, Scheduler
+
+_POLL_S = 0.02  # how often deadlines are looked at while there is nothing to compute but somebody waits
+_IDLE_S = 1.0
+
+
+class StepExecutor(Protocol):
+    """What the engine needs of an executor; `tie.bones.executor.Executor` is one."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Float32 logits, `[sum of the slices' logits, vocab]`, in the batch's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the engine says of itself; see engine.proto."""
+
+    state: "engine_pb2.State.ValueType"
+    running: int
+    waiting: int
+    steps: int
+    max_batch_seen: int
+    last_step_age_s: float
+
+
+class Engine:
+    """Runs requests on an executor.
+
+    Args:
+        executor: computes a batch.
+        pool: the KV blocks, in the executor's numbering.
+        limits: the scheduler's bounds.
+        bounds: vocabulary and longest sequence.
+        tokenizer: the bundle's.
+        end_ids: the bundle's end-of-turn tokens.
+        grammars: compiles grammars.
+        on_failure: called once, on the step thread, when the executor has failed.
+    """
+
+    def __init__(
+        self,
+        executor: StepExecutor,
+        pool: BlockPool,
+        limits: Limits,
+        bounds: Bounds,
+        *,
+        tokenizer: Tokenizer,
+        end_ids: frozenset[int],
+        grammars: GrammarCompiler,
+        on_failure: Callable[[], None],
+    ) -> None:
+        self.bounds = bounds
+        self.metrics = EngineMetrics()
+        self._executor = executor
+        self._pool = pool
+        self._grammars = grammars
+        self._on_failure = on_failure
+        self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
+        # Shared between threads, guarded by _wake:
+        self._wake = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._unfinished = 0  # choices of requests that have not had their last event
+        self._state: engine_pb2.State.ValueType = engine_pb2.STATE_INITIALIZING
+        # The step thread's own:
+        self._scheduler = Scheduler(limits, pool)
+        self._jobs = Jobs(
+            self._scheduler,
+            max_length=bounds.max_length,
+            tokenizer=tokenizer,
+            end_ids=end_ids,
+            metrics=self.metrics,
+            on_end=self._ended,
+        )
+        self._drain_deadline: float | None = None
+        self._stopping = False
+        self._steps = 0
+        self._max_batch = 0
+        self._last_step = time.monotonic()
+
+    # --- for any thread ---
+
+    def start(self) -> None:
+        """Starts the step thread."""
+        self._state = engine_pb2.STATE_READY
+        self._thread.start()
+
+    def submit(self, request: Request, sink: Sink) -> Job:
+        """Takes a request; everything that becomes of it, refusal included, goes to `sink`."""
+        job = Job(request, sink, arrived=time.monotonic())
+        with self._wake:
+            self._unfinished += len(request.params)
+        if request.grammar is not None:
+            job.compiling = self._grammars.compile(request.grammar)
+        self._tell(lambda: self._jobs.admit(job, draining=self._state != engine_pb2.STATE_READY))
+        if job.compiling:
+            job.compiling.add_done_callback(lambda _: self._tell(lambda: self._jobs.compiled(job)))
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Ends a request within one step. One that has ended already is left alone."""
+        self._tell(lambda: self._jobs.cancel(job))
+
+    def drain(self, deadline_s: float) -> None:
+        """Refuses new requests from now on; cancels those that still run after `deadline_s` seconds."""
+        deadline = time.monotonic() + deadline_s
+        with self._wake:
+            if self._state == engine_pb2.STATE_READY:
+                self._state = engine_pb2.STATE_DRAINING
+
+        def note() -> None:
+            self._drain_deadline = deadline
+
+        self._tell(note)
+
+    def stop(self, timeout: float) -> bool:
+        """Ends the step thread after the current step; true when it has ended within `timeout` seconds."""
+
+        def note() -> None:
+            self._stopping = True
+
+        self._tell(note)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def status(self) -> Status:
+        """The engine's state now. `running + waiting` is 0 only when every request has had its last event."""
+        with self._wake:
+            unfinished = self._unfinished
+        running = min(self._scheduler.running, unfinished)
+        return Status(
+            state=self._state,
+            running=running,
+            waiting=unfinished - running,
+            steps=self._steps,
+            max_batch_seen=self._max_batch,
+            last_step_age_s=time.monotonic() - self._last_step,
+        )
+
+    def _tell(self, note: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(note)
+            self._wake.notify()
+
+    # --- the step thread ---
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._read_inbox()
+                self._enforce_deadlines(time.monotonic())
+                plan = self._scheduler.plan()
+                if plan.slices:
+                    self._step(plan)
+        except Exception as error:  # noqa: BLE001 (whatever it is, no later step can be trusted)
+            log.failure("engine.failed", error, steps=self._steps)
+            with self._wake:
+                self._state = engine_pb2.STATE_FAILED
+            self._jobs.fail_all(runtime_pb2.CODE_INTERNAL, "the engine failed")
+            self._on_failure()
+
+    def _step(self, plan: Plan) -> None:
+        began = time.monotonic()
+        logits = self._executor.forward(Batch(tuple(map(_slice, plan.slices))))
+        self._scheduler.computed(plan)
+        for job, choice, sampled in self._sample(plan, logits):
+            with self._jobs.alone(job):
+                self._jobs.deliver(job, choice, choice.accept(sampled))
+        self._record(plan, time.monotonic() - began)
+
+    def _sample(self, plan: Plan, logits: torch.Tensor) -> list[tuple[Job, Choice, Sampled]]:
+        """One new token for every slice that has logits; a row that allows none fails its request."""
+        choosers: list[tuple[int, Job, Choice, SampleRow]] = []
+        for index, part in enumerate(part for part in plan.slices if part.logits):
+            job, choice = self._jobs.owner(part.sequence)
+            if not job.done:
+                with self._jobs.alone(job):
+                    choosers.append((index, job, choice, choice.row()))
+        while choosers:
+            indices = [index for index, _, _, _ in choosers]
+            try:
+                chosen = sample(
+                    logits if len(indices) == len(logits) else logits[indices], [row for _, _, _, row in choosers]
+                )
+            except SamplingError as error:
+                for row in error.rows:
+                    self._jobs.fail(choosers[row][1], runtime_pb2.CODE_INVALID, "sampling: no token is left to choose")
+                choosers = [chooser for chooser in choosers if not chooser[1].done]
+            else:
+                return [(job, choice, token) for (_, job, choice, _), token in zip(choosers, chosen, strict=True)]
+        return []
+
+    def _read_inbox(self) -> None:
+        with self._wake:
+            if not self._inbox and not self._scheduler.running:
+                self._wake.wait(_POLL_S if self._jobs or self._drain_deadline is not None else _IDLE_S)
+            notes, self._inbox = self._inbox, deque()
+        for note in notes:
+            note()
+
+    def _enforce_deadlines(self, now: float) -> None:
+        self._jobs.enforce_deadlines(now)
+        if self._drain_deadline is not None and now >= self._drain_deadline:
+            self._drain_deadline = None
+            self._jobs.cancel_all()
+
+    def _ended(self, job: Job) -> None:
+        with self._wake:
+            self._unfinished -= len(job.request.params)
+
+    def _record(self, plan: Plan, seconds: float) -> None:
+        self._steps += 1
+        self._last_step = time.monotonic()
+        self._max_batch = max(self._max_batch, len(plan.slices))
+        self.metrics.steps.inc()
+        self.metrics.step_seconds.observe(seconds)
+        self.metrics.batch.observe(len(plan.slices))
+        self.metrics.preemptions.inc(len(plan.preempted))
+        self.metrics.record_pool(self._pool.statistics())
+        self.metrics.running.set(self._scheduler.running)
+        self.metrics.waiting.set(self._scheduler.waiting)
+
+
+def _slice(part: PlannedSlice) -> SequenceSlice:
+    sequence = part.sequence
+    return SequenceSlice(sequence.tokens(part.start, part.count), part.start, tuple(sequence.blocks), part.logits)

@@ -1,0 +1,217 @@
+"""The life of a request inside the engine, from its arrival to its last event. Owned by the step thread."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tie.assets.tokenizer import Tokenizer
+from tie.daemon import log
+from tie.proto import runtime_pb2
+from tie.runtime.choice import Choice, Outcome
+from tie.runtime.grammar import COMPILE_DEADLINE_S, Grammar, GrammarError
+from tie.runtime.metrics import EngineMetrics
+from tie.runtime.request import Request
+from tie.runtime.scheduler import Scheduler
+from tie.runtime.sequence import Phase, Priority, Sequence
+
+
+class Sink(Protocol):
+    """Where a request's events go. Called by the step thread: it must not block."""
+
+    def emit(self, event: runtime_pb2.GenerateEvent, *, last: bool) -> None:
+        """Takes one event; `last` is true exactly once, for the last."""
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One request inside the engine.
+
+    Attributes:
+        arrived: on the monotonic clock, seconds.
+        choices: empty until its sequences are queued.
+        compiling: its grammar, while that is being compiled.
+        spoke: whether a token has been generated.
+        done: whether its last event has been sent.
+    """
+
+    request: Request
+    sink: Sink
+    arrived: float
+    choices: list[Choice] = field(default_factory=list)
+    compiling: "Future[Grammar] | None" = None
+    spoke: bool = False
+    done: bool = False
+
+    @property
+    def canary(self) -> bool:
+        """Whether this is a health check."""
+        return self.request.priority is Priority.CANARY
+
+
+class Jobs:
+    """All unfinished requests.
+
+    Args:
+        scheduler: gets their sequences.
+        max_length: the longest sequence, in tokens.
+        tokenizer: the bundle's.
+        end_ids: the bundle's end-of-turn tokens.
+        metrics: counts outcomes.
+        on_end: called with each job after its last event.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        max_length: int,
+        tokenizer: Tokenizer,
+        end_ids: frozenset[int],
+        metrics: EngineMetrics,
+        on_end: Callable[[Job], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._max_length = max_length
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._metrics = metrics
+        self._on_end = on_end
+        self._jobs: list[Job] = []
+        self._owners: dict[Sequence, tuple[Job, Choice]] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def owner(self, sequence: Sequence) -> tuple[Job, Choice]:
+        """Whose sequence it is."""
+        return self._owners[sequence]
+
+    @contextmanager
+    def alone(self, job: Job) -> Iterator[None]:
+        """What goes wrong inside the block fails this request only."""
+        try:
+            yield
+        except GrammarError as error:
+            self.fail(job, runtime_pb2.CODE_GRAMMAR, f"grammar: {error}")
+        except Exception as error:  # noqa: BLE001 (one bad request never ends the loop)
+            log.failure("engine.request-failed", error)
+            self.fail(job, runtime_pb2.CODE_INTERNAL, "the request failed inside the engine")
+
+    def admit(self, job: Job, *, draining: bool) -> None:
+        """Takes a new request, or refuses it."""
+        self._jobs.append(job)
+        if draining:
+            self.fail(job, runtime_pb2.CODE_DRAINING, "the runtime is about to be replaced")
+        elif not self._has_room(job):
+            self.fail(job, runtime_pb2.CODE_BUSY, "the queue is full")
+        elif job.compiling is None:
+            self.enqueue(job, None)
+
+    def compiled(self, job: Job) -> None:
+        """Goes on with a request whose grammar is compiled, or failed to."""
+        if job.done or job.compiling is None:
+            return
+        with self.alone(job):
+            grammar = job.compiling.result(timeout=0)
+            job.compiling = None
+            if self._has_room(job):
+                self.enqueue(job, grammar)
+            else:
+                self.fail(job, runtime_pb2.CODE_BUSY, "the queue is full")
+
+    def enqueue(self, job: Job, grammar: Grammar | None) -> None:
+        """Queues the request's sequences."""
+        request = job.request
+        job.choices = [
+            Choice(
+                request,
+                index,
+                max_length=self._max_length,
+                end_ids=self._end_ids,
+                tokenizer=self._tokenizer,
+                grammar=grammar.fork() if grammar else None,
+                deadline=None if request.deadline_s is None else job.arrived + request.deadline_s,
+            )
+            for index in range(len(request.params))
+        ]
+        for choice in job.choices:
+            self._scheduler.submit(choice.sequence)
+            self._owners[choice.sequence] = (job, choice)
+        self._metrics.prompt_tokens.inc(len(request.prompt))
+
+    def deliver(self, job: Job, choice: Choice, outcome: Outcome) -> None:
+        """Sends what became of one token."""
+        if job.done:
+            return  # another of its choices failed in this very step
+        self._metrics.output_tokens.inc()
+        if not job.spoke:
+            job.spoke = True
+            if not job.canary:
+                self._metrics.first_token_seconds.observe(time.monotonic() - job.arrived)
+        if outcome.tokens:
+            job.sink.emit(runtime_pb2.GenerateEvent(tokens=outcome.tokens), last=False)
+        if outcome.finished:
+            self._finish(job, choice, outcome.finished)
+
+    def cancel(self, job: Job) -> None:
+        """Ends a request at its client's wish."""
+        if job.choices:
+            for choice in job.choices:
+                if choice.sequence.phase is not Phase.FINISHED:
+                    self._finish(job, choice, choice.finished(runtime_pb2.REASON_CANCELLED))
+        elif not job.done:
+            finished = runtime_pb2.Finished(reason=runtime_pb2.REASON_CANCELLED)
+            self._end(job, runtime_pb2.GenerateEvent(finished=finished), "cancelled")
+
+    def cancel_all(self) -> None:
+        """Ends every request."""
+        for job in list(self._jobs):
+            self.cancel(job)
+
+    def fail(self, job: Job, code: "runtime_pb2.Code.ValueType", detail: str) -> None:
+        """Ends a request with an error."""
+        if not job.done:
+            failed = runtime_pb2.Failed(code=code, detail=detail)
+            outcome = runtime_pb2.Code.Name(code).removeprefix("CODE_").lower()
+            self._end(job, runtime_pb2.GenerateEvent(failed=failed), outcome)
+
+    def fail_all(self, code: "runtime_pb2.Code.ValueType", detail: str) -> None:
+        """Ends every request with an error."""
+        for job in list(self._jobs):
+            self.fail(job, code, detail)
+
+    def enforce_deadlines(self, now: float) -> None:
+        """Ends what has run, waited or compiled for too long."""
+        for sequence in self._scheduler.expired(now):
+            if sequence in self._owners:  # not ended by a sibling a moment ago
+                self.fail(self._owners[sequence][0], runtime_pb2.CODE_DEADLINE, "deadline_ms: exceeded")
+        for job in [job for job in self._jobs if job.compiling and now - job.arrived > COMPILE_DEADLINE_S]:
+            self.fail(job, runtime_pb2.CODE_GRAMMAR, "grammar: took too long to compile")
+
+    def _has_room(self, job: Job) -> bool:
+        return job.canary or self._scheduler.room >= len(job.request.params)
+
+    def _finish(self, job: Job, choice: Choice, finished: runtime_pb2.Finished) -> None:
+        self._release(choice)
+        event = runtime_pb2.GenerateEvent(finished=finished)
+        if any(other.sequence.phase is not Phase.FINISHED for other in job.choices):
+            job.sink.emit(event, last=False)
+        else:
+            self._end(job, event, runtime_pb2.Reason.Name(finished.reason).removeprefix("REASON_").lower())
+
+    def _end(self, job: Job, event: runtime_pb2.GenerateEvent, outcome: str) -> None:
+        # Every request ends here, once.
+        for choice in job.choices:
+            self._release(choice)
+        job.done = True
+        self._jobs.remove(job)
+        self._metrics.requests.labels(kind="canary" if job.canary else "request", outcome=outcome).inc()
+        job.sink.emit(event, last=True)
+        self._on_end(job)
+
+    def _release(self, choice: Choice) -> None:
+        if self._owners.pop(choice.sequence, None):
+            self._scheduler.finish(choice.sequence)

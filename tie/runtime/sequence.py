@@ -1,0 +1,71 @@
+"""One sequence: the tokens of a prompt and what has been generated for it, and how far its KV has been computed.
+
+A request for n choices is n sequences. A sequence holds what the scheduler needs and nothing of a model.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+
+class Phase(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"  # queued, or preempted and queued again
+    RUNNING = "running"  # holds blocks
+    FINISHED = "finished"
+
+
+class Priority(enum.IntEnum):
+    """Who goes first; the smaller number does."""
+
+    CANARY = 0  # the health check: late tokens there would look like a broken node
+    INTERACTIVE = 1
+    BATCH = 2
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """State of one sequence. Owned by the step thread.
+
+    Attributes:
+        prompt: token ids of the prompt, at least one.
+        max_length: prompt and output together never grow beyond this.
+        priority: its class.
+        deadline: on the engine's monotonic clock, seconds; None for none.
+        output: token ids generated so far.
+        computed: how many of the leading tokens have keys and values in `blocks`.
+        blocks: the block table, in order.
+        order: position in the order of arrival; given by the scheduler.
+        preemptions: how often its blocks were taken away.
+    """
+
+    prompt: tuple[int, ...]
+    max_length: int
+    priority: Priority = Priority.INTERACTIVE
+    deadline: float | None = None
+    output: list[int] = field(default_factory=list)
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    phase: Phase = Phase.WAITING
+    order: int = -1
+    preemptions: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens known so far: prompt and output."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens whose keys and values are not computed yet; 1 while decoding."""
+        return self.length - self.computed
+
+    @property
+    def full(self) -> bool:
+        """Whether another token has no room."""
+        return self.length >= self.max_length
+
+    def tokens(self, start: int, count: int) -> list[int]:
+        """Known tokens `start` … `start + count - 1`."""
+        prompt, end = len(self.prompt), start + count
+        return [*self.prompt[start:end], *self.output[max(0, start - prompt) : max(0, end - prompt)]]
