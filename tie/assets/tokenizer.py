@@ -103,6 +103,11 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(text)
         return found
 
+    def starts_with(self, token_id: int) -> bool:
+        """Whether the tokenizer's own post-processing begins every text with this token."""
+        ids: list[int] = self._backend.encode("a", add_special_tokens=True).ids
+        return ids[:1] == [token_id]
+
     def _token_bytes(self, token_id: int) -> bytes:
         if token_id in self._silent:
             return b""
