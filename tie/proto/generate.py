@@ -18,7 +18,10 @@ def generate(out: Path) -> None:
     sources = sorted(str(path.relative_to(root)) for path in Path(__file__).parent.glob("*.proto"))
     with_services = [name for name in sources if "\nservice " in (root / name).read_text()]
     include = str(Path(grpc_tools.__file__).parent / "_proto")
-    base = ["protoc", f"-I{root}", f"-I{include}"]
+    # The plug-ins of this environment, whether or not it is on PATH.
+    scripts = Path(sys.executable).parent
+    plugins = [f"--plugin=protoc-gen-{name}={scripts}/protoc-gen-{name}" for name in ("mypy", "mypy_grpc")]
+    base = ["protoc", f"-I{root}", f"-I{include}", *plugins]
     if protoc.main([*base, f"--python_out={out}", f"--mypy_out=quiet:{out}", *sources]):
         raise RuntimeError("protoc failed on the messages")
     if protoc.main([*base, f"--grpc_python_out={out}", f"--mypy_grpc_out=quiet:{out}", *with_services]):
