@@ -1,7 +1,7 @@
 """A machine of its own: real systemd, booted in a container over a copy-on-write view of this machine's root.
 
-systemd is never started on the root itself: its tmpfiles rules would empty this machine's /tmp. Every mount is made in a
-mount namespace that only the container's processes live in, so that nothing can be left mounted, whatever dies.
+systemd is never started on the root itself: its tmpfiles rules would empty this machine's /tmp. Every mount is made in
+a mount namespace that only the container's processes live in, so that nothing can be left mounted, whatever dies.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +20,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BOOT_DEADLINE_S = 60.0
 # A memory file system over this machine's root takes what the test prepared and every write.
-_BOOT = """
+_VIEW = """
 mount -t tmpfs -o mode=755 tmpfs "$1"
 mkdir "$1/work" "$1/merged"
 cp -a "$2" "$1/upper"
 mount -t overlay -o lowerdir=/,upperdir="$1/upper",workdir="$1/work" overlay "$1/merged"
+"""
+_BOOT = (
+    _VIEW
+    + """
 shift 2
 exec systemd-nspawn "$@"
 """
+)
+_PRIVATELY = ("unshare", "--mount", "--propagation", "private", "--", "sh", "-euc")
 _TARGET = """
 [Unit]
 Description=What the tests need of a booted system
@@ -46,7 +52,14 @@ def _why_not() -> str:
             return f"needs {tool}" + (" (package systemd-container)" if tool == "systemd-nspawn" else "")
     if not _system_python().exists():
         return f"needs {_system_python()}: the units see /usr only"
-    return ""
+    with tempfile.TemporaryDirectory(prefix="tie-system-", dir="/tmp") as folder:
+        (Path(folder) / "layer").mkdir()
+        (Path(folder) / "view").mkdir()
+        tried = subprocess.run(
+            [*_PRIVATELY, _VIEW, "sh", f"{folder}/view", f"{folder}/layer"],
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+    return f"may not mount here: {tried.stderr.strip()}" if tried.returncode != 0 else ""
 
 
 def _system_python() -> Path:
@@ -174,7 +187,7 @@ def _bound(folder: Path, inside: str) -> str:
     return f"--bind-ro={folder}:{inside}"
 
 
-def boot(config: str, binds: Sequence[str] = ()) -> Iterator[Machine]:
+def boot(config: str) -> Iterator[Machine]:
     """Boots a container with our units and `config` as its node.toml; ends it at the end of the iteration."""
     reason = _why_not()
     if reason:
@@ -188,10 +201,10 @@ def boot(config: str, binds: Sequence[str] = ()) -> Iterator[Machine]:
     with log.open("wb") as console:
         nspawn = subprocess.Popen(
             [
-                "unshare", "--mount", "--propagation", "private", "--", "sh", "-euc", _BOOT, "sh", view, layer,
-                "-D", view / "merged", "--boot", "--private-network", "--register=no", "--keep-unit", "--console=pipe", "--quiet",
-                "--kill-signal=SIGRTMIN+4", f"--machine=tie-system-{os.getpid()}", _bound(ROOT, "/opt/tie/src"),
-                _bound(site, "/opt/tie/site"), *binds, "systemd.unit=tie-test.target",
+                *_PRIVATELY, _BOOT, "sh", view, layer,
+                "-D", view / "merged", "--boot", "--private-network", "--register=no", "--keep-unit", "--console=pipe",
+                "--quiet", "--kill-signal=SIGRTMIN+4", f"--machine=tie-system-{os.getpid()}",
+                _bound(ROOT, "/opt/tie/src"), _bound(site, "/opt/tie/site"), "systemd.unit=tie-test.target",
             ],
             stdin=subprocess.DEVNULL, stdout=console, stderr=console,
             env={**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"},
