@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import struct
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -93,7 +93,7 @@ class TritonClient:
 
     async def generate(
         self, request: runtime_pb2.GenerateRequest, *, timeout: float
-    ) -> AsyncIterator[runtime_pb2.GenerateEvent]:
+    ) -> AsyncGenerator[runtime_pb2.GenerateEvent, None]:
         """Streams the events of one request. Closing or abandoning the iterator cancels the request.
 
         Args:
