@@ -1,0 +1,159 @@
+"""A JSON schema, regular expression, grammar or forced tool call as one llguidance grammar.
+
+It is compiled here first, in the process that lives for this request alone: what does not compile never reaches the
+runtime that others share. The compiler is imported only when there is something to compile.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from tie.app.outcome import RefusalError, invalid, unsupported
+from tie.proto import app_pb2, request_pb2
+
+MAX_GRAMMAR_BYTES: Final = 256 * 1024
+MAX_TOOLS: Final = 128
+MAX_NESTING: Final = 64
+_TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MODES: Final = ("", "none", "auto", "required")
+
+
+def tools(request: request_pb2.InferenceRequest) -> list[request_pb2.Tool]:
+    """The tools that the model is told of: none where the choice is "none".
+
+    Raises:
+        RefusalError: INVALID_REQUEST, naming the field.
+    """
+    if len(request.tools) > MAX_TOOLS:
+        raise invalid("tools", f"must be at most {MAX_TOOLS}")
+    names = [tool.name for tool in request.tools]
+    for position, tool in enumerate(request.tools):
+        if not _TOOL_NAME.fullmatch(tool.name):
+            raise invalid(f"tools[{position}].name", "must be 1 to 64 letters, digits, _ or -")
+        if tool.name in names[:position]:
+            raise invalid(f"tools[{position}].name", "is taken by an earlier tool")
+        parameters(tool, position)
+    if request.tool_choice not in _MODES and request.tool_choice not in names:
+        raise invalid("tool_choice", "names none of the tools")
+    if request.tool_choice == "required" and not names:
+        raise invalid("tool_choice", "requires a tool, and there is none")
+    return [] if request.tool_choice == "none" else list(request.tools)
+
+
+def parameters(tool: request_pb2.Tool, position: int) -> dict[str, Any]:
+    """A tool's parameters as a JSON schema; any object where it declares none.
+
+    Raises:
+        RefusalError: INVALID_REQUEST, naming the field.
+    """
+    name = f"tools[{position}].parameters_json"
+    schema = json_value(tool.parameters_json or '{"type": "object"}', name)
+    if not isinstance(schema, dict):
+        raise invalid(name, "must be a JSON object")
+    return schema
+
+
+def grammar(request: request_pb2.InferenceRequest) -> str | None:
+    """The grammar that the answer must follow, or None for any answer.
+
+    Raises:
+        RefusalError: INVALID_REQUEST, UNSUPPORTED or GRAMMAR_REFUSED, naming the field.
+    """
+    constraint = request.constraint
+    kind = constraint.WhichOneof("kind")
+    if kind == "json_object" and not constraint.json_object:
+        kind = None
+    forced = _forced_tools(request)
+    if forced and kind:
+        raise unsupported("constraint", f"cannot be combined with tool_choice {request.tool_choice}")
+    if forced:
+        return _compiled(_tool_call(forced), "tools")
+    if kind is None:
+        return None
+    field = f"constraint.{kind}"
+    match kind:
+        case "json_schema":
+            schema = json_value(constraint.json_schema, field)
+            if not isinstance(schema, dict | bool):
+                raise invalid(field, "must be a JSON schema: an object or a boolean")
+            return _compiled({"json_schema": schema}, field)
+        case "json_object":
+            return _compiled({"json_schema": {"type": "object"}}, field)
+        case "regex":
+            if not constraint.regex:
+                raise invalid(field, "is empty")
+            from llguidance import LLMatcher  # as below
+
+            return _checked(LLMatcher.grammar_from_regex(constraint.regex), field)
+        case "lark":
+            if not constraint.lark.strip():
+                raise invalid(field, "is empty")
+            return _compiled({"lark_grammar": constraint.lark}, field)
+
+
+def json_value(text: str, field: str) -> Any:
+    """Parses JSON that the user wrote.
+
+    Raises:
+        RefusalError: INVALID_REQUEST, naming `field`.
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except RecursionError:
+        raise invalid(field, "is nested too deeply") from None
+    except ValueError:
+        raise invalid(field, "is not JSON") from None
+    if _deeper_than(MAX_NESTING, value):
+        raise invalid(field, "is nested too deeply")
+    return value
+
+
+def _deeper_than(levels: int, value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_deeper_than(levels - 1, item) for item in inner)
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _forced_tools(request: request_pb2.InferenceRequest) -> list[tuple[int, request_pb2.Tool]]:
+    if request.tool_choice in {"", "none", "auto"}:
+        return []
+    return [
+        (position, tool)
+        for position, tool in enumerate(request.tools)
+        if request.tool_choice in {"required", tool.name}
+    ]
+
+
+def _tool_call(forced: Sequence[tuple[int, request_pb2.Tool]]) -> dict[str, Any]:
+    """A call of one of the tools: {"name": …, "arguments": …}, the arguments by the tool's own schema.
+
+    Each schema is a grammar of its own, so that its "#/…" references go to its own root.
+    """
+    lines = ["start: " + " | ".join(f"tool_{position}" for position, _ in forced)]
+    for position, tool in forced:
+        head = json.dumps(f'{{"name": "{tool.name}", "arguments": ')
+        lines += [
+            f'tool_{position}: {head} arguments_{position} "}}"',
+            f"arguments_{position}: %json {json.dumps(parameters(tool, position))}",
+        ]
+    return {"lark_grammar": "\n".join(lines)}
+
+
+def _compiled(body: dict[str, Any], field: str) -> str:
+    return _checked(json.dumps({"grammars": [body]}), field)
+
+
+def _checked(text: str, field: str) -> str:
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise RefusalError(app_pb2.STATUS_GRAMMAR_REFUSED, f"{field}: is over {MAX_GRAMMAR_BYTES} bytes")
+    from llguidance import LLMatcher  # 30 ms that most requests need not spend
+
+    refused, messages = LLMatcher.validate_grammar_with_warnings(text, None)
+    if refused:
+        raise RefusalError(app_pb2.STATUS_GRAMMAR_REFUSED, f"{field}: does not compile: {messages[0]}")
+    return text
