@@ -129,6 +129,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ValueError("system prompt names must differ")
         if self.architecture.num_heads % self.architecture.num_kv_heads:
             raise ValueError("num_heads must be a multiple of num_kv_heads")
+        if self.architecture.head_dim % 2:
+            raise ValueError("head_dim must be even: rotary embedding pairs its halves")
 
 
 def decode(data: bytes) -> Manifest:

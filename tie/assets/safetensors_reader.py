@@ -23,6 +23,7 @@ _ENCODINGS: Final = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _MAX_HEADER: Final = 100 * 1024 * 1024  # the format's own limit
 _LENGTH: Final = struct.Struct("<Q")
 _KINDS: Final = ("llama", "qwen2", "qwen3", "mistral")
+_ROPE_SCALINGS: Final = ("default", "linear", "llama3")
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -83,7 +84,9 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         )
     heads = config.get("num_attention_heads", 0)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    if scaling not in _ROPE_SCALINGS:
+        raise BundleError(f"rotary embeddings scaled by {str(scaling)[:40]!r} are not supported")
     fields = {
         "kind": kind,
         "hidden_size": config.get("hidden_size"),
@@ -96,7 +99,9 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         "context_tokens": config.get("max_position_embeddings"),
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_theta": float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"} if scaled else None,
+        "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"}
+        if scaling != "default"
+        else None,
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
         # Qwen2's configuration does not say what its architecture always has.
         "attention_bias": kind == "qwen2" or bool(config.get("attention_bias", False)),

