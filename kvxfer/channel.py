@@ -4,6 +4,7 @@ The kernel keeps message borders, so there is no parser; end-of-file is the deat
 every wait; asyncio callers use `fileno()` with `loop.add_reader`, or a thread.
 """
 
+import array
 import os
 import socket
 import struct
@@ -17,6 +18,7 @@ from kvxfer.errors import ChannelError, PeerDiedError, PeerTimeoutError
 MAX_MESSAGE = 64 * 1024
 MAX_DESCRIPTORS = 8
 _UCRED = struct.Struct("3i")
+_INT_BYTES = array.array("i").itemsize
 
 
 class Channel:
@@ -36,10 +38,12 @@ class Channel:
             PeerTimeoutError: the listener's queue stayed full.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        connection.settimeout(timeout)
         try:
+            # A non-blocking connect fails at once where the queue is full; a blocking one waits as a send would.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
             connection.connect(os.fspath(path))
-        except TimeoutError:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(0))
+        except BlockingIOError:
             connection.close()
             raise PeerTimeoutError("nobody accepted the connection") from None
         except OSError as error:
@@ -69,7 +73,9 @@ class Channel:
             raise ChannelError("message empty or too large")
         self._socket.settimeout(timeout)
         try:
-            socket.send_fds(self._socket, [message], list(descriptors), socket.MSG_NOSIGNAL)
+            # Not socket.send_fds and recv_fds: those of CPython 3.11 drop their flags.
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+            self._socket.sendmsg([message], rights, socket.MSG_NOSIGNAL)
         except TimeoutError:
             raise PeerTimeoutError("the other end does not read") from None
         except OSError as error:
@@ -85,13 +91,14 @@ class Channel:
         """
         self._socket.settimeout(timeout)
         try:
-            message, descriptors, flags, _ = socket.recv_fds(
-                self._socket, MAX_MESSAGE, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            message, control, flags, _ = self._socket.recvmsg(
+                MAX_MESSAGE, socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES), socket.MSG_CMSG_CLOEXEC
             )
         except TimeoutError:
             raise PeerTimeoutError("no message within the deadline") from None
         except OSError as error:
             raise PeerDiedError(f"cannot receive: {error.strerror}") from None
+        descriptors = _descriptors(control)
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -123,3 +130,17 @@ def listen(path: Path, *, backlog: int = 128, mode: int = 0o660) -> socket.socke
         os.umask(before)
     listener.listen(backlog)
     return listener
+
+
+def _descriptors(control: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    received = array.array("i")
+    for level, kind, data in control:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received.frombytes(data[: len(data) - len(data) % _INT_BYTES])
+    return received.tolist()
+
+
+def _timeval(seconds: float) -> bytes:
+    """`struct timeval`; zero means for ever, so a shorter time than its unit is one unit."""
+    micros = max(1, int(seconds * 1_000_000)) if seconds else 0
+    return struct.pack("@ll", *divmod(micros, 1_000_000))
