@@ -80,7 +80,7 @@ class Attachment:
                 await asyncio.sleep(_PAUSE_S)
 
     async def _session(self, stub: "cloudboard_pb2_grpc.CloudBoardAsyncStub") -> None:
-        call = stub.Attach(wait_for_ready=True)
+        call = stub.Attach(wait_for_ready=True)  # type: ignore[call-arg]  # without an iterator: reports are written
         stream = _Stream()
         reader = asyncio.create_task(self._read(call, stream))
         try:

@@ -34,12 +34,12 @@ class Readiness:
 
     Attributes:
         reasons: why the node is not available; empty when every gate holds.
-        broken: a part says of itself that it has failed.
+        broken: the code of a part that says of itself that it has failed; empty when none does.
         fresh: a runtime that is not the stale one is ready.
     """
 
     reasons: tuple[str, ...]
-    broken: bool
+    broken: str
     fresh: bool
 
     @property
@@ -53,14 +53,12 @@ def assess(facts: Facts, memory: Memory) -> Readiness:
     reasons: list[str] = []
     if memory.maintenance:
         reasons.append("maintenance")
-    if memory.overdue:
-        reasons.append("fresh-runtime-deadline")
-    broken = False
+    broken = ""
     if facts.owner is None:
         reasons.append("owner-gone")
     elif facts.owner.state != "ready":
         reasons.append(f"owner-{facts.owner.state}")
-        broken |= facts.owner.state == "failed"
+        broken = reasons[-1] if facts.owner.state == "failed" else ""
     elif memory.owner_changed:
         reasons.append("owner-changed")
     fresh = False
@@ -71,18 +69,20 @@ def assess(facts: Facts, memory: Memory) -> Readiness:
         reasons.append("runtime-stale")
     elif not runtime.ready:
         reasons.append(f"runtime-{runtime.state}")
-        broken |= runtime.in_error
+        broken = reasons[-1] if runtime.in_error else broken
     elif not runtime.canary_ok:
         reasons.append("canary-failed")
     else:
         fresh = True
         if runtime.instance_id != memory.warmed_instance:
             reasons.append("not-warmed")
+    if memory.overdue and not fresh:
+        reasons.append("fresh-runtime-deadline")
     if facts.gpu is None:
         reasons.append("gpuhealthd-gone")
     elif not facts.gpu.fit:
         reasons.append("gpu-unavailable")
-        broken = True
+        broken = broken or reasons[-1]
     elif not facts.gpu.fresh:
         reasons.append("gpu-stale")
     if not facts.cloudboard:

@@ -39,6 +39,8 @@ async def translated() -> AsyncIterator[None]:
         yield
     except TimeoutError:
         raise PeerTimeoutError("the peer stayed silent") from None
+    except asyncio.InvalidStateError:  # gRPC's answer to a write on a call that has just ended
+        raise PeerDiedError("the call has ended") from None
     except grpc.aio.AioRpcError as error:
         # The text of a status comes from the other process: only its code is kept.
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -127,13 +129,13 @@ class Peer(Generic[M, F]):
         log.failure("peer.lost", error, peer=self.name)
         self._bell.ring()
 
-    async def _stream(self, call: Any) -> None:
+    async def _stream(self, call: Any, kind: type[M]) -> None:
         """Reads a stream whose every message must come within the silence limit."""
         try:
             while True:
                 async with asyncio.timeout(self._silence_s):
                     message = await call.read()
-                if message is grpc.aio.EOF:
+                if not isinstance(message, kind):  # gRPC's end-of-stream marker
                     raise PeerDiedError("the stream ended")
                 self._hear(message)
         finally:
@@ -144,7 +146,8 @@ class ProbePeer(Peer[probe_pb2.RuntimeStatus, F]):
     """The status probe: watched, and asked to warm and to recycle."""
 
     async def _watch(self, channel: grpc.aio.Channel) -> None:
-        await self._stream(probe_pb2_grpc.StatusProbeStub(channel).Watch(probe_pb2.WatchRequest(), wait_for_ready=True))
+        call = probe_pb2_grpc.StatusProbeStub(channel).Watch(probe_pb2.WatchRequest(), wait_for_ready=True)
+        await self._stream(call, probe_pb2.RuntimeStatus)
 
     async def recycle(self, reason: str, drain_s: float, timeout: float) -> None:
         """Asks the runtime to drain and go; returns when draining has begun.
@@ -165,7 +168,7 @@ class ProbePeer(Peer[probe_pb2.RuntimeStatus, F]):
         async with translated():
             call = probe_pb2_grpc.StatusProbeStub(self.channel).Warm(probe_pb2.WarmRequest(), timeout=timeout)
             try:
-                while await call.read() is not grpc.aio.EOF:
+                while isinstance(await call.read(), probe_pb2.WarmProgress):
                     pass
                 if await call.code() is not grpc.StatusCode.OK:
                     raise PeerDiedError("warming ended early")
@@ -177,8 +180,8 @@ class GpuPeer(Peer[gpuhealth_pb2.NodeVerdict, F]):
     """gpuhealthd, watched."""
 
     async def _watch(self, channel: grpc.aio.Channel) -> None:
-        stub = gpuhealth_pb2_grpc.GpuHealthStub(channel)
-        await self._stream(stub.Watch(gpuhealth_pb2.WatchRequest(), wait_for_ready=True))
+        call = gpuhealth_pb2_grpc.GpuHealthStub(channel).Watch(gpuhealth_pb2.WatchRequest(), wait_for_ready=True)
+        await self._stream(call, gpuhealth_pb2.NodeVerdict)
 
 
 class OwnerPeer(Peer[owner_pb2.OwnerStatus, F]):

@@ -1,4 +1,4 @@
-"""A bell: whoever waits for a condition looks again when it rings. Nothing is ever lost between look and wait."""
+"""A bell: whoever waits for a condition looks again when it rings."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,6 @@
 """When a recycle is wanted, and why. A recycle is wanted only where it can help.
 
-- The timer: always.
+- The timer: always, once for each runtime.
 - The owner is another one than the runtime attached to: the runtime has to attach again.
 - The runtime says that it has failed: at once. A runtime that was to go and did not, or that does not come up: again.
 - The hardware is unavailable: once, after the grace; letting go of a GPU is what its reset needs, and twice is no help.
@@ -17,7 +17,7 @@ from controllerd.gates import Memory
 from controllerd.recycle_timer import ErrorBackoff, RecycleTimer
 from controllerd.states import State
 
-TIMER, OPERATOR, ERROR, OWNER, MAINTENANCE = "timer", "operator", "error", "owner", "maintenance"
+TIMER, OPERATOR, ERROR, OWNER, ASSET, MAINTENANCE = "timer", "operator", "error", "owner", "asset", "maintenance"
 _RESTING = frozenset({State.DRAINING, State.RECYCLING, State.MAINTENANCE})
 
 
@@ -54,7 +54,7 @@ class Triggers:
         # Without the probe nobody can be asked; a runtime that died comes back fresh by itself.
         if state in _RESTING or facts.runtime is None:
             return None
-        if self._timer.due(now):
+        if self._timer.due(now) and facts.runtime.instance_id != memory.stale_instance:
             return TIMER
         if not self._backoff.allows(now):
             return None

@@ -1,0 +1,102 @@
+"""NodeControl: what operators may ask of the node, on control.sock."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from controllerd import triggers
+from controllerd.controller import Controller
+from controllerd.recycle import RecycleRecord
+from controllerd.status import STATES, essence, node_status
+from tie.daemon.errors import PeerError, PeerTimeoutError
+from tie.proto import control_pb2 as pb
+from tie.proto import control_pb2_grpc
+
+_LONGEST_DRAIN_S = 3600.0
+_REASONS = frozenset({triggers.OPERATOR, triggers.ASSET})
+
+
+class NodeControl(control_pb2_grpc.NodeControlServicer):
+    """The gRPC face of the controller."""
+
+    def __init__(self, controller: Controller, heartbeat_s: float) -> None:
+        self._controller = controller
+        self._heartbeat_s = heartbeat_s
+
+    async def GetStatus(  # noqa: N802 (generated name)
+        self, request: pb.GetStatusRequest, context: Any
+    ) -> pb.NodeStatus:
+        """The node's status."""
+        del request, context
+        return node_status(self._controller)
+
+    async def Watch(  # noqa: N802 (generated name)
+        self, request: pb.WatchRequest, context: Any
+    ) -> AsyncIterator[pb.NodeStatus]:
+        """The status now, at every change, and at least once a heartbeat."""
+        del request, context
+        loop = asyncio.get_running_loop()
+        shown: tuple[Any, ...] | None = None
+        due = loop.time()
+        while True:
+            status = node_status(self._controller)
+            if essence(status) != shown or loop.time() >= due:
+                shown, due = essence(status), loop.time() + self._heartbeat_s
+                yield status
+            else:
+                await self._controller.bell.wait(due - loop.time())
+
+    async def Recycle(  # noqa: N802 (generated name)
+        self, request: pb.RecycleRequest, context: Any
+    ) -> AsyncIterator[pb.RecycleProgress]:
+        """Starts a recycle, or joins the one under way, and tells how it goes. It goes on when the caller leaves."""
+        del context
+        reason = request.reason if request.reason in _REASONS else triggers.OPERATOR
+        drain_s = min(request.drain_deadline_ms / 1000, _LONGEST_DRAIN_S) if request.drain_deadline_ms else None
+        recycle = self._controller.request_recycle(reason, drain_s)
+        shown: tuple[Any, ...] | None = None
+        while True:
+            progress = self._progress(recycle)
+            now = (progress.state, progress.in_flight, progress.old_instance_id, progress.finished)
+            if now != shown:
+                shown = now
+                yield progress
+            if recycle.finished:
+                return
+            await self._controller.bell.wait(self._heartbeat_s)
+
+    async def SetMaintenance(  # noqa: N802 (generated name)
+        self, request: pb.SetMaintenanceRequest, context: Any
+    ) -> pb.NodeStatus:
+        """Withdraws the node, or lets it return. Answered at once: watch the status for the state "maintenance"."""
+        del context
+        self._controller.set_maintenance(on=request.on)
+        return node_status(self._controller)
+
+    async def Warm(  # noqa: N802 (generated name)
+        self, request: pb.WarmRequest, context: Any
+    ) -> pb.NodeStatus:
+        """Warms the prefix pool again; answered when done."""
+        del request
+        try:
+            await self._controller.warm_now(context.time_remaining())
+        except PeerTimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "warming did not finish in time")
+        except PeerError:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no runtime to warm")
+        return node_status(self._controller)
+
+    def _progress(self, recycle: RecycleRecord) -> pb.RecycleProgress:
+        controller = self._controller
+        ended = recycle.ended if recycle.ended is not None else controller.clock()
+        return pb.RecycleProgress(
+            state=STATES[controller.state],
+            old_instance_id=recycle.old_instance,
+            new_instance_id=recycle.new_instance,
+            elapsed_s=ended - recycle.began,
+            in_flight=controller.cloudboard.in_flight,
+            finished=recycle.finished,
+            error=recycle.error,
+        )
