@@ -23,6 +23,7 @@ from controllerd.states import Action, Event, State, step
 from tie.daemon import log
 from tie.daemon.config import NodeConfig
 from tie.daemon.errors import PeerDiedError, PeerError
+from tie.daemon.notify import notify
 from tie.proto import cloudboard_pb2
 
 _LOOK_S = 0.25
@@ -259,6 +260,7 @@ class Controller:
         self.since = now
         self.history.append(Transition(now, before, after, reason))
         log.event("node.transition", from_state=before.name.lower(), to_state=after.name.lower(), reason=reason)
+        notify(f"STATUS={after.name.lower()} ({reason})")
         if before in _MOVING and after not in _MOVING:
             self._finish(after, reason, now)
         self._report()
