@@ -43,6 +43,6 @@ def reference_logits() -> Callable[[PreTrainedModel, Sequence[int]], torch.Tenso
     return logits
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def sequences() -> Callable[..., Sequences]:
     return Sequences

@@ -23,8 +23,8 @@ from tie.bones.executor import Executor
 
 pytestmark = pytest.mark.oracle
 
-TOLERANCE = 1e-4
-"""Of logits. Ten times tighter than what is promised; measured differences are below 1e-5."""
+TOLERANCE = 3e-4
+"""Of logits as large as 13. Measured differences are below 1e-4; what is promised is 1e-3."""
 
 LLAMA3 = {
     "rope_type": "llama3",
