@@ -33,6 +33,7 @@ class OwnerConfig(_Table, frozen=True):
     """tie-model-owner."""
 
     device: Literal["cpu", "cuda"] = "cpu"
+    allowed_users: tuple[str, ...] = ()  # names or numbers, beside root and the owner's own, that may attach
 
 
 class RuntimeConfig(_Table, frozen=True):
