@@ -1,0 +1,117 @@
+"""tie-model-owner: loads the weights once and outlives every runtime that uses them."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from model_owner.server import AttachServer, allowed_uids
+from model_owner.weights import Weights
+from tie.daemon import log, rpc, service
+from tie.daemon.config import NodeConfig
+from tie.proto import owner_pb2, owner_pb2_grpc
+
+
+class ModelOwnerServicer(owner_pb2_grpc.ModelOwnerServicer):
+    """control.sock, for the controller."""
+
+    def __init__(self, weights: Weights, lifetime: service.Lifetime) -> None:
+        self._weights = weights
+        self._lifetime = lifetime
+
+    async def GetStatus(  # noqa: N802 (generated name)
+        self, request: owner_pb2.GetStatusRequest, context: Any
+    ) -> owner_pb2.OwnerStatus:
+        """How far the weights are, and what has been done with them."""
+        del request, context
+        return self._weights.status()
+
+    async def Shutdown(  # noqa: N802 (generated name)
+        self, request: owner_pb2.ShutdownRequest, context: Any
+    ) -> owner_pb2.ShutdownReply:
+        """Ends the process once this is answered; its supervisor starts a fresh one."""
+        del context
+        log.event("owner.shutdown", reason=request.reason)
+        self._lifetime.stop()
+        return owner_pb2.ShutdownReply()
+
+
+class StatusCollector(Collector):
+    """Metrics out of the same snapshot that the controller gets: nothing is counted twice."""
+
+    def __init__(self, weights: Weights, server: AttachServer) -> None:
+        self._weights = weights
+        self._server = server
+
+    def collect(self) -> Iterator[Metric]:
+        """One family per quantity."""
+        status = self._weights.status()
+        counters = {
+            "weight_bytes_read": ("Bytes read from weight files since start.", status.weight_bytes_read),
+            "loads": ("Packings made, each out of one reading of the weight files.", status.loads),
+            "attaches": ("Times that a runtime got the weights.", status.attaches),
+        }
+        gauges = {
+            "load_seconds": ("Duration of the last load.", status.load_seconds),
+            "arena_bytes": ("Memory that holds packed weights.", status.arena_bytes),
+            "generation": ("Which weights are held.", status.generation),
+        }
+        for name, (text, count) in counters.items():
+            yield CounterMetricFamily(f"tie_owner_{name}", text, count)
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"tie_owner_{name}", text, value)
+        yield _labelled(
+            GaugeMetricFamily("tie_owner_state", "One for the state that the owner is in.", labels=["state"]),
+            ((name.removeprefix("STATE_").lower(), status.state == value) for name, value in owner_pb2.State.items()),
+        )
+        yield _labelled(
+            CounterMetricFamily("tie_owner_refusals", "Attach requests refused.", labels=["code"]),
+            self._server.refusals.items(),
+        )
+
+
+def _labelled(family: Any, samples: Iterable[tuple[str, float]]) -> Metric:
+    for label, value in samples:
+        family.add_metric([label], value)
+    metric: Metric = family
+    return metric
+
+
+def layout_for(config: NodeConfig) -> str:
+    """The layout that this node's runtime will ask for."""
+    return f"torch-{config.runtime.device}-{config.runtime.dtype}"
+
+
+async def own(config: NodeConfig, lifetime: service.Lifetime) -> None:
+    """Serves until asked to end. Sockets are there before the weights: whoever attaches meanwhile hears "loading"."""
+    allowed = allowed_uids(config.owner.allowed_users)
+    weights = Weights(config.model.bundle, layout_for(config))
+    try:
+        server = AttachServer(weights, allowed)
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(StatusCollector(weights, server))
+        async with (
+            server.serve(config.sockets.owner),
+            rpc.serve(
+                config.sockets.owner_control,
+                lambda grpc_server: owner_pb2_grpc.add_ModelOwnerServicer_to_server(
+                    ModelOwnerServicer(weights, lifetime), grpc_server
+                ),
+                metrics=lambda: prometheus_client.generate_latest(registry).decode(),
+            ),
+        ):
+            lifetime.ready()
+            await lifetime.stopping.wait()
+    finally:
+        weights.close()
+
+
+def main() -> None:
+    """Entry point."""
+    service.run("tie-model-owner", "Holds the model's weights in memory, so that a runtime starts in seconds.", own)
+
+
+if __name__ == "__main__":
+    main()
