@@ -15,7 +15,8 @@ from tie.proto import app_pb2, envelope_pb2
 
 WRITE_S: Final = 30.0
 GRACE_S: Final = 10.0  # beyond the limits that others keep: they say by themselves that time is up
-FRAME_LIMIT: Final = stream.MAX_CIPHERTEXT_BYTES + 4096
+_BODY_OVERHEAD: Final = 32  # of an AppIn around the bytes it carries
+FRAME_LIMIT: Final = stream.Direction.REQUEST.max_ciphertext_bytes + 4096
 
 
 class JobEndedError(Exception):
@@ -174,7 +175,7 @@ async def _upload(config: AppConfig, ingress: Link, app: Link, opener: stream.Op
         if room < 0:
             raise JobEndedError(envelope_pb2.JOB_TOO_LARGE)
         try:
-            await app.send(app_pb2.AppIn(body=app_pb2.Body(data=data, last=opener.ended)))
+            await _forward(config, app, data, last=opener.ended)
         except PeerDiedError:
             return  # what it still said, or that it said nothing, is the download's to tell
         except PeerTimeoutError:
@@ -182,6 +183,15 @@ async def _upload(config: AppConfig, ingress: Link, app: Link, opener: stream.Op
     await answer.accept()
     await read_ingress(ingress, config.time_limit_s + 2 * GRACE_S)
     raise IngressGoneError  # nothing but an abort may follow the last segment
+
+
+async def _forward(config: AppConfig, app: Link, data: bytes, *, last: bool) -> None:
+    """Sends a piece of the request in messages that the app takes. Raises as `Link.send`."""
+    step = max(1, config.max_message_bytes - _BODY_OVERHEAD)
+    for start in range(0, max(1, len(data)), step):
+        piece = data[start : start + step]
+        body = app_pb2.Body(data=piece, last=last and start + step >= len(data))
+        await app.send(app_pb2.AppIn(body=body))
 
 
 async def _download(config: AppConfig, app: Link, answer: Answer) -> None:

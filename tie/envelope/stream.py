@@ -15,9 +15,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from tie.envelope.errors import EnvelopeError, SealUsageError
 from tie.envelope.secret import Secret
 
-MAX_SEGMENT_BYTES: Final = 64 * 1024  # of plaintext
 TAG_BYTES: Final = 16
-MAX_CIPHERTEXT_BYTES: Final = MAX_SEGMENT_BYTES + TAG_BYTES
 _NONCE: Final = struct.Struct(">4xQ")
 _ASSOCIATED: Final = struct.Struct(">5sBQB")
 _MAGIC: Final = b"tie/1"
@@ -28,6 +26,16 @@ class Direction(IntEnum):
 
     REQUEST = 1
     RESPONSE = 2
+
+    @property
+    def max_segment_bytes(self) -> int:
+        """Of plaintext. A response segment is one frame of the app, whose largest bucket may be this large."""
+        return 64 * 1024 if self is Direction.REQUEST else 1024 * 1024
+
+    @property
+    def max_ciphertext_bytes(self) -> int:
+        """The longest ciphertext of one segment."""
+        return self.max_segment_bytes + TAG_BYTES
 
 
 class _Stream:
@@ -74,10 +82,10 @@ class Sealer(_Stream):
         """The ciphertext of the next segment: `TAG_BYTES` longer than `plaintext`.
 
         Raises:
-            SealUsageError: the last segment has been sealed already, or `plaintext` is over `MAX_SEGMENT_BYTES`.
+            SealUsageError: the last segment has been sealed already, or `plaintext` is over its size limit.
         """
         cipher, nonce = self._turn()
-        if len(plaintext) > MAX_SEGMENT_BYTES:
+        if len(plaintext) > self._direction.max_segment_bytes:
             raise SealUsageError("a segment is over the size limit")
         ciphertext = cipher.encrypt(nonce, plaintext, self._associated(last=last))
         self._advance(last=last)
@@ -96,7 +104,7 @@ class Opener(_Stream):
         if self._cipher is None or self._ended:
             raise EnvelopeError
         cipher, nonce = self._turn()
-        if not TAG_BYTES <= len(ciphertext) <= MAX_CIPHERTEXT_BYTES:
+        if not TAG_BYTES <= len(ciphertext) <= self._direction.max_ciphertext_bytes:
             self.close()
             raise EnvelopeError
         try:

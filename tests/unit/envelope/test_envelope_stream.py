@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from tie.envelope.errors import EnvelopeError, SealUsageError
 from tie.envelope.secret import Secret
 from tie.envelope.stream import (
-    MAX_SEGMENT_BYTES,
-    TAG_BYTES,
     Direction,
     Opener,
     Sealer,
@@ -103,11 +101,12 @@ def test_the_key_is_wiped_and_not_shown() -> None:
     assert repr(sealer) == "<Sealer RESPONSE segment=0>"
 
 
-def test_use_out_of_turn() -> None:
-    sealer = Sealer(Secret(KEY), Direction.REQUEST)
+@pytest.mark.parametrize("direction", Direction)
+def test_use_out_of_turn(direction: Direction) -> None:
+    sealer = Sealer(Secret(KEY), direction)
     with pytest.raises(SealUsageError):
-        sealer.seal(bytes(MAX_SEGMENT_BYTES + 1), last=False)
-    assert len(sealer.seal(bytes(MAX_SEGMENT_BYTES), last=True)) == MAX_SEGMENT_BYTES + TAG_BYTES
+        sealer.seal(bytes(direction.max_segment_bytes + 1), last=False)
+    assert len(sealer.seal(bytes(direction.max_segment_bytes), last=True)) == direction.max_ciphertext_bytes
     assert sealer.ended
     with pytest.raises(SealUsageError):
         sealer.seal(b"", last=True)
