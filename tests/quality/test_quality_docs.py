@@ -1,6 +1,7 @@
 """The documents say what the code does."""
 
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -50,11 +51,11 @@ def test_every_document_is_reachable_and_every_link_leads_somewhere():
     assert missing == []
 
 
-def _commands(text: str) -> set[str]:
-    """Commands in the fenced blocks of a document."""
-    blocks = re.findall(r"```(?:sh|bash|console|shell)?\n(.*?)```", text, re.DOTALL)
-    lines = (line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines())
-    return {line for line in lines if line and not line.startswith("#")}
+def _commands(text: str) -> list[list[str]]:
+    """What the lines after a prompt in the fenced blocks of a document run, as words; both sides of a pipe."""
+    blocks = re.findall(r"```(?:sh|console)\n(.*?)```", text, re.DOTALL)
+    lines = [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    return [shlex.split(part, comments=True) for line in lines for part in line.split(" | ")]
 
 
 def _resolve(words: list[str]) -> click.Command:
@@ -75,13 +76,13 @@ def _resolve(words: list[str]) -> click.Command:
 def test_commands_in_the_readme_exist():
     run = (ROOT / "run").read_text()
     checked = 0
-    for line in _commands((ROOT / "README.md").read_text()):
-        words = line.split()
+    for words in _commands((ROOT / "README.md").read_text()):
+        line = " ".join(words)
         if words[0] == "./run":
-            assert f'command == "{words[1]}"' in run or f'"{words[1]}"' in run, line
-            words = words[1:]
-        if words[0] == "tie":
-            command = _resolve(words[1:])
+            assert f'"{words[1]}"' in run, line
+        program = words[1:] if words[0] == "./run" else words
+        if program[0] == "tie":
+            command = _resolve(program[1:])
             known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
             used = {word.split("=")[0] for word in words if re.fullmatch(r"--[a-z][a-z-]*(=.*)?", word)}
             assert used <= known | {"--help", "--version"}, line

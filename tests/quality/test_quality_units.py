@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tie.daemon.config import NodeConfig, Sockets
+from tie.daemon.config import NodeConfig, Sockets, load
 
 ROOT = Path(__file__).parents[2]
 SYSTEMD = ROOT / "systemd"
@@ -35,8 +35,13 @@ REQUIRED = {
 ALLOWED = {
     ("tie-cloudboard.service", "PrivateNetwork"), ("tie-cloudboard.service", "RestrictAddressFamilies"),
     ("tie-afm-runtime.service", "MemoryDenyWriteExecute"), ("tie-afm-runtime.service", "ProcSubset"),
-    ("gpuhealthd.service", "ProcSubset"),
+    ("gpuhealthd.service", "ProcSubset"), ("tie-model-owner.service", "PrivateUsers"),
 }  # fmt: skip
+READS_KEYS = {
+    "tie-kps.service": {"keys/statement.key", "keys/binding.pub"},
+    "cb_jobhelper@.service": {"keys/binding.key"},
+    "tie-cloudboard.service": {"keys/statement.pub"},
+}
 
 
 def _settings(text: str) -> dict[str, list[str]]:
@@ -173,7 +178,10 @@ def test_tmpfiles_makes_one_directory_and_sysusers_one_group_for_each_edge():
 def test_a_unit_sees_its_own_edges_only_and_has_their_groups(name):
     settings = _service(name)
     serves = _edges(name, "BindPaths")
-    uses = _edges(name, "BindReadOnlyPaths") - {"assets"}
+    # Key files are bound one by one; only the binding key is read by way of a group.
+    seen = _edges(name, "BindReadOnlyPaths") - {"assets"}
+    keys = {path for path in seen if path.startswith("keys/")}
+    uses = seen - keys | ({"keys"} if "keys/binding.key" in keys else set())
     groups = {word.removeprefix("tie-edge-") for word in " ".join(settings.get("SupplementaryGroups", [])).split()}
     assert _edges(name, "ReadWritePaths") == serves
     lines = [line.split() for line in (SYSTEMD / "tmpfiles.d/tie.conf").read_text().splitlines()]
@@ -181,6 +189,7 @@ def test_a_unit_sees_its_own_edges_only_and_has_their_groups(name):
         words[1].removeprefix("/run/tie/") for words in lines if words[:1] == ["d"] and words[3:4] == settings["User"]
     }
     assert serves == owned - uses, "a daemon writes in its own directories and nowhere else"
+    assert keys <= READS_KEYS.get(name, set())
     assert groups == uses - owned, "a group for each edge that it uses, and no other"
 
 
@@ -207,3 +216,10 @@ def test_the_preset_enables_what_can_be_enabled(units):
     installable = {unit.name for unit in units if "[Install]" in unit.read_text()}
     preset = (SYSTEMD / "tie.preset").read_text().splitlines()
     assert {line.split()[1] for line in preset if line.startswith("enable ")} == installable
+
+
+def test_the_installed_configuration_fits_the_units():
+    config = load(SYSTEMD / "node.toml")
+    assert config.run_dir == NodeConfig().run_dir
+    assert config.model.bundle.startswith("/opt/tie/")
+    assert [list(config.owner.allowed_users)] == [_service("tie-afm-runtime.service")["User"]]

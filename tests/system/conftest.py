@@ -221,7 +221,7 @@ def boot(config: str) -> Iterator[Machine]:
 @pytest.fixture(scope="session")
 def machine() -> Iterator[Machine]:
     """One booted container for all tests of this folder."""
-    yield from boot('node_id = "system-test"\n')
+    yield from boot((ROOT / "systemd/node.toml").read_text())
 
 
 @pytest.fixture

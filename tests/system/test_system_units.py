@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tie.daemon.config import DEFAULT_BUCKETS
-from tie.proto import app_pb2
+from tie.proto import app_pb2, owner_pb2
 
 pytestmark = pytest.mark.system
 
@@ -36,6 +36,29 @@ def test_gpuhealthd_becomes_ready_and_comes_back_after_a_kill(machine, wait):
 
     wait("gpuhealthd to come back", back)
     machine.run("systemctl", "stop", "gpuhealthd.service")
+
+
+_ATTACH = r"""
+import socket, sys
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.settimeout(30)
+connection.connect(sys.argv[1])
+connection.sendall(bytes.fromhex(sys.argv[2]))
+print(connection.recv(65536).hex())
+"""
+
+
+@pytest.mark.parametrize(("user", "allowed"), [("tie-runtime", True), ("tie-cloudboard", False)])
+def test_the_owner_of_the_weights_serves_the_runtime_only(machine, user, allowed):
+    machine.run("systemctl", "start", "tie-model-owner.service")
+    request = owner_pb2.OwnerRequest(attach=owner_pb2.Attach(layout_id="torch-cpu-bf16", world_size=1))
+    done = machine.run(
+        "setpriv", f"--reuid={user}", f"--regid={user}", "--groups=tie-edge-owner", "--",
+        "/opt/tie/bin/python", "-c", _ATTACH, "/run/tie/owner/owner.sock", request.SerializeToString().hex(),
+    )  # fmt: skip
+    reply = owner_pb2.OwnerReply.FromString(bytes.fromhex(done.stdout.strip()))
+    # There is no bundle here, which only the runtime gets to hear: being in the edge's group is not enough.
+    assert (reply.refused.reason == "not-allowed") is not allowed, machine.journal("tie-model-owner.service")
 
 
 def test_the_app_answers_in_its_sandbox_that_there_is_no_runtime(machine, wait):
