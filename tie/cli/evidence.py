@@ -1,0 +1,43 @@
+"""What shows that a recycled runtime did not read the weights again: seen from outside, by the kernel."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import inotify_simple
+import psutil
+
+_EVENTS = inotify_simple.flags.OPEN | inotify_simple.flags.ACCESS
+
+
+class WeightWatch:
+    """Counts what anybody does to the weight files between its making and `count`."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._inotify = inotify_simple.INotify()
+        for file in files:
+            self._inotify.add_watch(file, _EVENTS)
+
+    def count(self) -> tuple[int, int]:
+        """How often a file was opened and read from so far; ends the watch."""
+        opens = reads = 0
+        with self._inotify as inotify:
+            for event in inotify.read(timeout=0):
+                opens += bool(event.mask & inotify_simple.flags.OPEN)
+                reads += bool(event.mask & inotify_simple.flags.ACCESS)
+        return opens, reads
+
+
+def mapped_files(process: psutil.Process) -> set[str] | None:
+    """The paths of everything a process has mapped; None where the kernel does not say.
+
+    The daemons are not dumpable: only root may look into their maps.
+    """
+    try:
+        return {mapping.path for mapping in process.memory_maps(grouped=True)}
+    except (psutil.AccessDenied, psutil.NoSuchProcess, PermissionError):
+        return None
+
+
+def identity(process: psutil.Process) -> tuple[int, float]:
+    """What names a process for ever: its number alone may be used again."""
+    return process.pid, process.create_time()

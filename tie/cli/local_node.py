@@ -1,0 +1,162 @@
+"""A node of its own for a demonstration or a test: `tie up` in a temporary run directory, on a free port."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from tie.cli import control, settings
+from tie.cli.console import parse, printable, readable
+from tie.daemon.config import NodeConfig
+from tie.daemon.errors import PeerDiedError, PeerError, PeerTimeoutError
+from tie.proto import control_pb2
+
+_STOP_S = 40.0
+_POLL_S = 0.1
+
+
+class LocalNode:
+    """Starts `tie up` and knows its processes. `stop` must be called.
+
+    Attributes:
+        run_dir: its run directory, short enough for sockets.
+        port: of its ingress.
+        process: `tie up`.
+    """
+
+    def __init__(self, *, bundle: Path | None = None, overrides: Sequence[str] = ()) -> None:
+        # A folder directly under /tmp: paths of Unix sockets are short.
+        self._folder = tempfile.TemporaryDirectory(prefix="tie-", dir="/tmp")
+        self.run_dir = Path(self._folder.name) / "run"
+        self._log = Path(self._folder.name) / "log"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        command = [sys.executable, "-m", "tie.cli.main", "up", "--json-logs"]
+        command += ["--run-dir", str(self.run_dir), "--port", str(self.port)]
+        command += ["--bundle", str(bundle)] if bundle else []
+        command += [part for override in overrides for part in ("--set", override)]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self._seen: set[psutil.Process] = set()
+
+    @property
+    def config(self) -> NodeConfig:
+        """As `tie up` wrote it."""
+        return settings.load_running(self.run_dir)
+
+    @property
+    def url(self) -> str:
+        """Of the ingress."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of the node that runs now, `tie up` included."""
+        try:
+            top = psutil.Process(self.process.pid)
+            found = [top, *top.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            found = []
+        self._seen.update(found)
+        return found
+
+    def find(self, name: str) -> list[psutil.Process]:
+        """The node's processes whose program has this name."""
+        return [process for process in self.processes() if _program(process) == name]
+
+    def log_lines(self) -> list[str]:
+        """What `tie up` and its daemons said so far, for a person."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        return [readable(record) if (record := parse(line)) else printable(line) for line in lines]
+
+    def log_text(self) -> str:
+        """The same as it was written."""
+        return self._log.read_text(errors="replace")
+
+    async def status(self) -> control_pb2.NodeStatus:
+        """The controller's view of the node. Raises as `control.connected`."""
+        async with control.connected(self.run_dir) as connection:
+            reply: control_pb2.NodeStatus = await connection.node.GetStatus(
+                control_pb2.GetStatusRequest(), timeout=control.CALL_S
+            )
+            return reply
+
+    async def wait_for(self, state: "control_pb2.State.ValueType", timeout: float) -> control_pb2.NodeStatus:
+        """Waits until the node is in `state`.
+
+        Raises:
+            PeerDiedError: `tie up` ended.
+            PeerTimeoutError: it did not get there within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        reasons = "nothing answered"
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise PeerDiedError(f"`tie up` ended with exit code {self.process.returncode}")
+            if settings.node_toml(self.run_dir).exists():
+                try:
+                    status = await self.status()
+                except PeerError:
+                    status = control_pb2.NodeStatus()
+                if status.state == state:
+                    self.processes()
+                    return status
+                reasons = ", ".join(status.reasons) or reasons
+            await asyncio.sleep(_POLL_S)
+        raise PeerTimeoutError(f"the node did not get ready within {timeout:.0f} s ({reasons})")
+
+    def stop(self) -> list[str]:
+        """Ends the node as Ctrl-C does; returns what outlived it (and ends that too)."""
+        self.processes()
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        left = self.leftovers()
+        for process in left:
+            process.kill()
+        self._folder.cleanup()
+        return [_program(process) or str(process.pid) for process in left]
+
+    def leftovers(self) -> list[psutil.Process]:
+        """Processes of this node that still run although `tie up` has ended."""
+        mine = str(self.run_dir)
+        found = {process for process in self._seen if process.is_running() and process.pid != self.process.pid}
+        for process in psutil.process_iter():
+            try:
+                if process.pid != os.getpid() and any(mine in argument for argument in process.cmdline()):
+                    found.add(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return [process for process in found if _runs(process)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _program(process: psutil.Process) -> str:
+    """The name of a program, or of the console script that Python runs."""
+    try:
+        arguments = process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return ""
+    names = [Path(argument).name for argument in arguments[:2]]
+    if len(names) > 1 and names[0].startswith("python"):
+        return names[1]
+    return names[0] if names else ""
