@@ -94,7 +94,7 @@ class TritonClient:
     async def generate(
         self, request: runtime_pb2.GenerateRequest, *, timeout: float
     ) -> AsyncGenerator[runtime_pb2.GenerateEvent, None]:
-        """Streams the events of one request. Closing or abandoning the iterator cancels the request.
+        """Streams the events of one request. Closing the iterator cancels it (`contextlib.aclosing` closes at once).
 
         Args:
             request: what to generate.

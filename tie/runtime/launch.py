@@ -1,0 +1,113 @@
+"""tie-afm-runtime: becomes the container's supervisord, after laying out what its programs need.
+
+One live runtime per run directory: the lock taken here is held by supervisord for its whole life.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Final, NoReturn
+
+from tie import __version__
+from tie.daemon import config as node_config
+from tie.daemon import log, rpc
+from tie.daemon.errors import TieError, UserError
+from tie.daemon.hardening import protect_process
+from tie.daemon.service import EXIT_CONFIG, EXIT_FAILURE
+from tie.runtime import model_repository
+from tie.runtime.container import CONFIG_VARIABLE, DIRECTORY_VARIABLE, SHM_VARIABLE, SUPERVISOR_VARIABLE, remove_regions
+
+INSTANCE_VARIABLE: Final = "TIE_INSTANCE_ID"
+
+
+def main() -> NoReturn:
+    """The console script."""
+    parser = argparse.ArgumentParser(
+        prog="tie-afm-runtime",
+        description="Runs the AFM Runtime's processes (Triton with the engine, the status probe) under supervisord.",
+    )
+    parser.add_argument(
+        "--config", type=Path, default=Path("/etc/tie/node.toml"), help="node.toml (default: %(default)s)"
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    arguments = parser.parse_args()
+    protect_process()
+    try:
+        environment = prepare(arguments.config.resolve())
+    except UserError as error:
+        sys.stderr.write(f"tie-afm-runtime: {error}\n" + (f"tie-afm-runtime: {error.hint}\n" if error.hint else ""))
+        sys.exit(EXIT_CONFIG)
+    except TieError as error:
+        log.failure("runtime.not-launched", error)
+        sys.stderr.write(f"tie-afm-runtime: {error}\n")
+        sys.exit(EXIT_FAILURE)
+    conf = Path(__file__).with_name("supervisord.conf")
+    os.execve(sys.executable, [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", str(conf)], environment)  # noqa: S606
+
+
+def prepare(config_path: Path) -> dict[str, str]:
+    """Locks the run directory, clears what a former runtime left, and lays out Triton's files.
+
+    Returns:
+        The environment for supervisord and its programs.
+
+    Raises:
+        UserError: the configuration or the installation is not usable.
+        SocketInUseError: another runtime is live on this run directory.
+    """
+    config = node_config.load(config_path)
+    installation = model_repository.find_installation()
+    directory = config.sockets.engine.parent
+    lock = rpc.claim(directory / "runtime")
+    os.set_inheritable(lock, True)
+    for path in (config.sockets.triton, config.sockets.kv, config.sockets.probe):
+        rpc.prepare_directory(path)
+    family = "tie-" + hashlib.sha256(os.fsencode(config.run_dir)).hexdigest()[:8] + "-"
+    remove_regions(family)
+    if config.sockets.triton.is_socket():
+        config.sockets.triton.unlink()
+    model_repository.build(directory / "triton", installation)
+    instance_id = secrets.token_hex(16)
+    threads = config.runtime.threads or len(os.sched_getaffinity(0))
+    log.event("runtime.launched", instance_id=instance_id)
+    log_file, log_level = _output()
+    return {
+        **os.environ,
+        CONFIG_VARIABLE: str(config_path),
+        INSTANCE_VARIABLE: instance_id,
+        DIRECTORY_VARIABLE: str(directory),
+        SHM_VARIABLE: family + instance_id[:8],
+        SUPERVISOR_VARIABLE: str(os.getpid()),  # exec keeps it
+        "TIE_PYTHON": sys.executable,
+        "TIE_LOG_FILE": log_file,
+        "TIE_LOG_LEVEL": log_level,
+        model_repository.SITE_VARIABLE: model_repository.site_directories(),
+        "LD_LIBRARY_PATH": os.pathsep.join(
+            [*map(str, installation.libraries), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+        ),
+        # How the stub's embedded interpreter finds its standard library.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+def _output() -> tuple[str, str]:
+    """Where the programs' output goes (supervisord's `stdout_logfile`) and supervisord's own log level.
+
+    A terminal, pipe or file can be opened again by its programs; journald's socket cannot (ENXIO): there supervisord
+    itself passes the output on, which it does at level debug.
+    """
+    with contextlib.suppress(OSError):
+        os.close(os.open("/dev/stderr", os.O_WRONLY | os.O_APPEND))
+        return "/dev/stderr", "error"
+    return "NONE", "debug"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Takes the weights over from tie-model-owner: by descriptor, sealed, mapped read-only. No weight file is opened here.
+
+Everything that the owner says is checked before it is used: the seals and sizes of both memfds, the hash of the tensor
+table, every entry of it (`tie.bones.arena`), and that the model is the one that this node's bundle describes.
+"""
+
+import hashlib
+import hmac
+import mmap
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from google.protobuf.message import DecodeError
+
+from kvxfer import seals
+from kvxfer.channel import Channel
+from kvxfer.errors import KvxferError, PeerDiedError, SealError
+from tie.bones.arena import TensorEntry, tensor_views
+from tie.bones.errors import BonesError
+from tie.daemon.errors import PeerTimeoutError, ProtocolError, RefusedError
+from tie.proto import owner_pb2
+
+_RETRY_S: Final = 0.1
+_EXCHANGE_S: Final = 30.0  # one question and its answer, once the owner listens
+_MAX_TABLE_BYTES: Final = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model as the owner handed it over.
+
+    Attributes:
+        owner_instance: random per start of the owner.
+        generation: counts the owner's loads.
+        model: model id.
+        release: of the bundle.
+        config_json: the architecture, for `tie.bones.config.ModelConfig.from_json`.
+        tensors: read-only views into the owner's memory, by name.
+    """
+
+    owner_instance: str
+    generation: int
+    model: str
+    release: str
+    config_json: str
+    tensors: dict[str, torch.Tensor]
+
+
+def attach(path: Path, layout_id: str, *, timeout: float, progress: Callable[[int, int], None]) -> Weights:
+    """Attaches to the owner on `path`, waiting while it is not there yet or still loads.
+
+    Args:
+        path: owner.sock.
+        layout_id: how the executor wants the weights packed.
+        timeout: seconds for everything.
+        progress: called with (bytes done, bytes in all) while the owner loads.
+
+    Raises:
+        PeerTimeoutError: no owner, or not ready, within `timeout`.
+        RefusedError: the owner has no such layout; the message has its code.
+        ProtocolError: what came is not what was promised.
+    """
+    deadline = time.monotonic() + timeout
+    question = owner_pb2.OwnerRequest(attach=owner_pb2.Attach(rank=0, world_size=1, layout_id=layout_id))
+    while time.monotonic() < deadline:
+        try:
+            with Channel.connect(path, timeout=1.0) as channel:
+                channel.send(question.SerializeToString(), timeout=_EXCHANGE_S)
+                message, descriptors = channel.receive(timeout=_EXCHANGE_S)
+        except PeerDiedError:
+            time.sleep(_RETRY_S)  # not up yet, or restarting
+            continue
+        except KvxferError as error:
+            raise ProtocolError(f"model owner: {error}") from None
+        try:
+            reply = _parse(message)
+            if reply.HasField("loading"):
+                progress(reply.loading.bytes_done, reply.loading.bytes_total)
+                time.sleep(_RETRY_S)
+                continue
+            if reply.HasField("refused"):
+                raise RefusedError(f"the model owner refused: {reply.refused.reason[:80]}")
+            if reply.attached.layout_id != layout_id:
+                raise ProtocolError("model owner: another layout than asked for")
+            return _take(reply.attached, descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)  # the mappings live on
+    raise PeerTimeoutError("the model owner gave no weights within the deadline")
+
+
+def _parse(message: bytes) -> owner_pb2.OwnerReply:
+    reply = owner_pb2.OwnerReply()
+    try:
+        reply.ParseFromString(message)
+    except DecodeError:
+        raise ProtocolError("model owner: not a reply") from None
+    if reply.WhichOneof("kind") is None:
+        raise ProtocolError("model owner: an empty reply")
+    return reply
+
+
+def _take(attached: owner_pb2.Attached, descriptors: list[int]) -> Weights:
+    if attached.cuda_ipc_handle or len(descriptors) != 2:
+        raise ProtocolError("model owner: expected one memfd for the arena and one for the table")
+    if not 0 < attached.table_bytes <= _MAX_TABLE_BYTES or not attached.arena_bytes:
+        raise ProtocolError("model owner: impossible sizes")
+    try:
+        seals.require(descriptors[0], seals.IMMUTABLE, attached.arena_bytes)
+        seals.require(descriptors[1], seals.IMMUTABLE, attached.table_bytes)
+    except SealError as error:
+        raise ProtocolError(f"model owner: {error}") from None
+    table = os.pread(descriptors[1], attached.table_bytes, 0)
+    if not hmac.compare_digest(hashlib.sha256(table).digest(), attached.table_sha256):
+        raise ProtocolError("model owner: the tensor table does not match its hash")
+    arena = mmap.mmap(descriptors[0], attached.arena_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    try:
+        tensors = tensor_views(arena, _entries(table))
+    except BonesError as error:
+        raise ProtocolError(f"model owner: {error}") from None
+    return Weights(
+        owner_instance=attached.owner_instance,
+        generation=attached.generation,
+        model=attached.model,
+        release=attached.release,
+        config_json=attached.config_json,
+        tensors=tensors,
+    )
+
+
+def _entries(table: bytes) -> list[TensorEntry]:
+    parsed = owner_pb2.TensorTable()
+    try:
+        parsed.ParseFromString(table)
+    except DecodeError:
+        raise ProtocolError("model owner: the tensor table does not parse") from None
+    return [
+        TensorEntry(tensor.name, tensor.dtype, tuple(tensor.shape), tensor.offset, tensor.bytes)
+        for tensor in parsed.tensors
+    ]

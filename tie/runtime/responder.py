@@ -1,0 +1,172 @@
+"""Sends events to Triton from one thread, so that neither a slow server nor a slow client holds up a step.
+
+When events come faster than Triton takes responses (some thousands a second), the tokens of a choice that have gathered
+go out together. The last response of every stream carries the FINAL flag, whatever happened before: without it Triton
+keeps the request for ever. Cancellation is looked for here as well, after each response and, for streams that are
+silent, every `_POLL_S`: asking Triton costs a message, which the step thread should not pay.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import triton_python_backend_utils as pb_utils  # provided by the stub
+
+from tie.daemon import log
+from tie.proto import runtime_pb2
+
+_POLL_S: Final = 0.02
+_FINAL: Final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class Stream:
+    """One request's way out.
+
+    Args:
+        sender: Triton's response sender.
+    """
+
+    def __init__(self, sender: Any) -> None:
+        self.sender = sender
+        self.cancel: Callable[[], None] | None = None
+        self.cancelled = False
+        self.closed = False
+        self._lock = threading.Lock()
+        self._events: deque[runtime_pb2.GenerateEvent] = deque()
+        self._last = False
+        self._queued = False
+
+    def put(self, event: runtime_pb2.GenerateEvent, *, last: bool) -> bool:
+        """Adds an event; true when the stream was empty, and so has to be queued."""
+        with self._lock:
+            self._events.append(event)
+            self._last = self._last or last
+            queued, self._queued = self._queued, True
+            return not queued
+
+    def take(self) -> tuple[list[runtime_pb2.GenerateEvent], bool]:
+        """Everything that has gathered, tokens merged, and whether that is all there will be."""
+        with self._lock:
+            events, self._events, self._queued = self._events, deque(), False
+            return merge(events), self._last
+
+
+class _Sink:
+    def __init__(self, stream: Stream, ready: "queue.SimpleQueue[Stream | None]") -> None:
+        self._stream = stream
+        self._ready = ready
+
+    def emit(self, event: runtime_pb2.GenerateEvent, *, last: bool) -> None:
+        if self._stream.put(event, last=last):
+            self._ready.put(self._stream)
+
+
+class Responder:
+    """The sending thread."""
+
+    def __init__(self) -> None:
+        self._ready: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._streams: set[Stream] = set()
+        self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
+        self._thread.start()
+
+    def sink(self, stream: Stream) -> _Sink:
+        """Where the engine puts the stream's events."""
+        return _Sink(stream, self._ready)
+
+    def watch(self, stream: Stream, cancel: Callable[[], None]) -> None:
+        """Looks after a stream until its end: `cancel` is called once, when its client has gone."""
+        with self._lock:
+            stream.cancel = cancel
+            if not stream.closed:
+                self._streams.add(stream)
+
+    def refuse(self, stream: Stream, code: "runtime_pb2.Code.ValueType", detail: str) -> None:
+        """Ends a stream that never reached the engine."""
+        failed = runtime_pb2.Failed(code=code, detail=detail)
+        self.sink(stream).emit(runtime_pb2.GenerateEvent(failed=failed), last=True)
+
+    def close(self, timeout: float) -> None:
+        """Sends what is queued and ends the thread."""
+        self._ready.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        polled = time.monotonic()
+        while True:
+            try:
+                stream = self._ready.get(timeout=_POLL_S if self._streams else 1.0)
+            except queue.Empty:
+                pass
+            else:
+                if stream is None:
+                    return
+                self._send(stream)
+                self._look_for_cancellation(stream)
+            if time.monotonic() - polled > _POLL_S:
+                with self._lock:
+                    streams = list(self._streams)
+                for stream in streams:
+                    self._look_for_cancellation(stream)
+                polled = time.monotonic()
+
+    def _send(self, stream: Stream) -> None:
+        events, last = stream.take()
+        if stream.closed:
+            return  # given up; the engine has been told
+        try:
+            for index, event in enumerate(events):
+                tensor = pb_utils.Tensor("event", np.array([event.SerializeToString()], dtype=np.object_))
+                final = last and index == len(events) - 1
+                stream.closed = stream.closed or final
+                stream.sender.send(pb_utils.InferenceResponse([tensor]), flags=_FINAL if final else 0)
+        except Exception as error:  # noqa: BLE001 (Triton raises its own type, and this thread serves all streams)
+            log.failure("runtime.send-failed", error)
+            self._give_up(stream)
+        if stream.closed:
+            with self._lock:
+                self._streams.discard(stream)
+
+    def _give_up(self, stream: Stream) -> None:
+        """Ends a stream that Triton does not take responses for, and what it costs the engine."""
+        if not stream.closed:
+            stream.closed = True
+            try:
+                stream.sender.send(flags=_FINAL)
+            except Exception as error:  # noqa: BLE001 (see _send)
+                log.failure("runtime.final-failed", error)
+        self._cancel(stream)
+
+    def _look_for_cancellation(self, stream: Stream) -> None:
+        if not stream.closed and not stream.cancelled and stream.sender.is_cancelled():
+            self._cancel(stream)
+
+    def _cancel(self, stream: Stream) -> None:
+        if stream.cancel and not stream.cancelled:
+            stream.cancelled = True
+            stream.cancel()
+
+
+def merge(events: "deque[runtime_pb2.GenerateEvent]") -> list[runtime_pb2.GenerateEvent]:
+    """Joins neighbouring tokens of one choice: the ids follow one another, the last one's `hold_bytes` counts."""
+    merged: list[runtime_pb2.GenerateEvent] = []
+    for event in events:
+        previous = merged[-1] if merged else None
+        if (
+            previous is not None
+            and previous.HasField("tokens")
+            and event.HasField("tokens")
+            and previous.tokens.index == event.tokens.index
+        ):
+            # For repeated fields MergeFrom appends; hold_bytes of 0 is absent and would not overwrite.
+            hold = event.tokens.hold_bytes
+            previous.tokens.MergeFrom(event.tokens)
+            previous.tokens.hold_bytes = hold
+        else:
+            merged.append(event)
+    return merged

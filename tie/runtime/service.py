@@ -1,0 +1,182 @@
+"""Puts the runtime together: bundle, weights, executor, engine and the two sockets beside Triton's.
+
+Everything of the AFM Runtime that does not know Triton; `triton_model` puts Triton in front of it.
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from tie.assets.bundle import Bundle, open_bundle
+from tie.assets.manifest import TOKENIZER_FILE
+from tie.assets.tokenizer import load_tokenizer
+from tie.bones.config import ModelConfig
+from tie.bones.executor import Executor
+from tie.daemon import log
+from tie.daemon.config import NodeConfig, RuntimeConfig
+from tie.daemon.errors import ConfigError
+from tie.proto import engine_pb2, runtime_pb2
+from tie.runtime.blocks import BlockPool
+from tie.runtime.control_server import ControlServer
+from tie.runtime.engine import Engine
+from tie.runtime.grammar import GrammarCompiler
+from tie.runtime.kv_server import KvServer
+from tie.runtime.owner_client import Weights, attach
+from tie.runtime.request import Bounds, RequestRefusedError, check
+from tie.runtime.scheduler import Limits
+
+INSTANCE_VARIABLE: Final = "TIE_INSTANCE_ID"
+_WARM_S: Final = 120.0
+
+
+class RuntimeService:
+    """A running engine with its control and kv sockets.
+
+    Args:
+        config: the node's.
+        instance_id: random per start; how others tell this runtime from its predecessor.
+        on_failure: called when the executor has failed and the process must go.
+
+    Raises:
+        TieError: the bundle is damaged, the owner does not answer, or serves another model.
+    """
+
+    def __init__(self, config: NodeConfig, instance_id: str, *, on_failure: Callable[[], None]) -> None:
+        runtime = config.runtime
+        self.instance_id = instance_id
+        self._bundle = open_bundle(Path(config.model.bundle))
+        manifest = self._bundle.manifest
+        layout = f"torch-{runtime.device}-{runtime.dtype}"
+        self._weights = attach(
+            config.sockets.owner, layout, timeout=config.probe.start_deadline_s, progress=lambda _done, _total: None
+        )
+        if (self._weights.model, self._weights.release) != (manifest.model, manifest.release):
+            raise ConfigError("the model owner serves another model than this node's bundle")
+        model = ModelConfig.from_json(self._weights.config_json)
+        blocks = max(1, runtime.kv_tokens // runtime.block_tokens)
+        self._executor = Executor(
+            model,
+            self._weights.tensors,
+            num_blocks=blocks,
+            block_tokens=runtime.block_tokens,
+            dtype=runtime.dtype,
+            threads=runtime.threads or len(os.sched_getaffinity(0)),
+        )
+        self.engine = _engine(runtime, self._bundle, model, self._executor, on_failure)
+        self.engine.start()
+        log.event("runtime.started", instance_id=instance_id, model=manifest.model, executor=self._executor.layout_id)
+        self._kv = KvServer(
+            config.sockets.kv,
+            runtime_pb2.KvHello(
+                instance_id=instance_id,
+                model=manifest.model,
+                release=manifest.release,
+                layout_id=self._executor.layout_id,
+                block_tokens=self._executor.block_tokens,
+                block_bytes=self._executor.block_bytes,
+            ),
+        )
+        self._control = ControlServer(config.sockets.engine, self._handle)
+
+    @property
+    def weights(self) -> Weights:
+        """What the owner handed over."""
+        return self._weights
+
+    def close(self, *, drain_s: float) -> None:
+        """Drains for at most `drain_s` seconds and ends the engine; the sockets go last: they are the death notice."""
+        self.engine.drain(drain_s)
+        idle = threading.Event()
+        # The drain's own deadline cancels what is left; one more second for that.
+        for _ in range(int((drain_s + 1) / 0.02)):
+            status = self.engine.status()
+            if status.running + status.waiting == 0:
+                break
+            idle.wait(0.02)
+        self.engine.stop(timeout=5)
+        self._control.close()
+        self._kv.close()
+
+    def _handle(self, request: engine_pb2.EngineRequest) -> engine_pb2.EngineReply:
+        error = ""
+        kind = request.WhichOneof("kind")
+        if kind == "drain":
+            self.engine.drain(request.drain.deadline_ms / 1000)
+        elif kind == "warm":
+            error = self._warm(request.warm.prompt_index)
+        elif kind != "status":
+            error = "unknown request"
+        return engine_pb2.EngineReply(status=self._status(), error=error)
+
+    def _status(self) -> engine_pb2.EngineStatus:
+        status = self.engine.status()
+        return engine_pb2.EngineStatus(
+            instance_id=self.instance_id,
+            model=self._bundle.manifest.model,
+            release=self._bundle.manifest.release,
+            executor=self._executor.layout_id,
+            state=status.state,
+            running=status.running,
+            waiting=status.waiting,
+            steps=status.steps,
+            max_batch_seen=status.max_batch_seen,
+            last_step_age_s=status.last_step_age_s,
+            metrics=self.engine.metrics.text(),
+            owner_generation=self._weights.generation,
+            weight_file_bytes_read=0,
+        )
+
+    def _warm(self, index: int) -> str:
+        """Computes one registered system prompt; a static error text, or "".
+
+        This warms kernels, allocators and caches. (Its KV is not kept: the prefix pool is to come.)
+        """
+        prompts = self._bundle.manifest.system_prompts
+        if index >= len(prompts):
+            return "no such prompt"
+        message = runtime_pb2.GenerateRequest(token_ids=prompts[index].token_ids, max_tokens=1)
+        sink = _Last()
+        try:
+            self.engine.submit(check(message, self.engine.bounds), sink)
+            event = sink.events.get(timeout=_WARM_S)
+        except RequestRefusedError:
+            return "the prompt does not fit the model"
+        except queue.Empty:
+            return "warming took too long"
+        return "the engine refused the prompt" if event.HasField("failed") else ""
+
+
+class _Last:
+    """Keeps a request's last event."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[runtime_pb2.GenerateEvent] = queue.SimpleQueue()
+
+    def emit(self, event: runtime_pb2.GenerateEvent, *, last: bool) -> None:
+        if last:
+            self.events.put(event)
+
+
+def _engine(
+    runtime: RuntimeConfig, bundle: Bundle, model: ModelConfig, executor: Executor, on_failure: Callable[[], None]
+) -> Engine:
+    if runtime.step_tokens <= runtime.max_running:
+        raise ConfigError(
+            "runtime.step_tokens must exceed runtime.max_running: every sequence gets a token in each step"
+        )
+    pool = BlockPool(executor.num_blocks, executor.block_tokens)
+    context = min(runtime.context_tokens or model.context_tokens, model.context_tokens)
+    end_ids = bundle.manifest.tokenizer.end_of_turn_ids
+    return Engine(
+        executor,
+        pool,
+        Limits(step_tokens=runtime.step_tokens, max_running=runtime.max_running, max_waiting=runtime.max_waiting),
+        Bounds(vocab_size=model.vocab_size, max_length=min(context, pool.total * pool.block_tokens)),
+        tokenizer=load_tokenizer(bundle),
+        end_ids=frozenset(end_ids),
+        grammars=GrammarCompiler(bundle.read(TOKENIZER_FILE).decode(), model.vocab_size, end_ids),
+        on_failure=on_failure,
+    )
