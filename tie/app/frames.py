@@ -19,7 +19,7 @@ from tie.proto import app_pb2
 
 _DEK_BYTES = 32
 _REQUEST_ID_LENGTH = 64
-_LINGER_S = 1.0
+_LINGER_S = 0.5
 
 
 class State(enum.Enum):
@@ -116,10 +116,12 @@ class Incoming:
         raise RefusalError(app_pb2.STATUS_CANCELLED, "the connection ended")
 
     async def linger(self) -> None:
-        """After a refusal: reads what is still on its way, for a moment.
+        """After a refusal in the middle of a request: reads what is still on its way, for a moment.
 
         A peer that is still writing would see its own write fail before it sees the answer.
         """
+        if self.state in {State.COMPLETE, State.ABORTED}:
+            return
         try:
             async with asyncio.timeout(_LINGER_S):
                 while await self._reader.read(1 << 16):
