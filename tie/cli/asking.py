@@ -1,0 +1,138 @@
+"""One question to a node, its answer printed as it comes, with the two figures that people look at."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Unpack
+
+from tie.assets.bundle import open_bundle
+from tie.cli import settings
+from tie.daemon.errors import ConfigError, PeerDiedError, PeerError, PeerTimeoutError, TieError
+from tie.device.client import Client
+from tie.device.errors import (
+    EnvelopeRefusedError,
+    NodeBusyError,
+    NodeFailedError,
+    RequestRefusedError,
+    UnreachableError,
+)
+from tie.device.request import Message, Options
+from tie.envelope.errors import EnvelopeError
+from tie.envelope.statement import StatementError
+
+# sysexits.h, so that scripts can tell "try again" from "never".
+_EXIT_CODES: tuple[tuple[type[TieError], int], ...] = (
+    (NodeBusyError, 75),  # EX_TEMPFAIL
+    (RequestRefusedError, 65),  # EX_DATAERR
+    (EnvelopeRefusedError, 76),  # EX_PROTOCOL
+    (StatementError, 76),
+    (EnvelopeError, 76),
+    (ConfigError, 78),  # EX_CONFIG
+    (UnreachableError, 69),  # EX_UNAVAILABLE
+    (PeerTimeoutError, 69),
+    (NodeFailedError, 70),  # EX_SOFTWARE
+    (PeerDiedError, 70),
+    (PeerError, 76),
+)
+
+
+def exit_code(error: TieError) -> int:
+    """What a command that failed this way exits with."""
+    return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Whom to ask.
+
+    Attributes:
+        url: of the ingress.
+        statement_key: what the node's key statement is verified with.
+        model: model id.
+    """
+
+    url: str
+    statement_key: Path
+    model: str
+
+
+def target(run_dir: Path, url: str | None, statement_key: Path | None, model: str | None) -> Target:
+    """Whom to ask: what is named, and for the rest the node that runs on this machine.
+
+    Raises:
+        ConfigError: something is not named and no node runs here to look it up.
+    """
+    if url and statement_key and model:
+        return Target(url, statement_key, model)
+    config = settings.load_running(run_dir)
+    return Target(
+        url=url or f"http://{config.cloudboard.host}:{config.cloudboard.port}",
+        statement_key=statement_key or config.sockets.statement_key.with_suffix(".pub"),
+        model=model or open_bundle(Path(config.model.bundle)).manifest.model,
+    )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer.
+
+    Attributes:
+        text: of the answer.
+        finish: why it ended.
+        prompt_tokens: of the rendered prompt.
+        completion_tokens: of the answer.
+        first_s: seconds until its first text.
+        total_s: seconds until its end.
+    """
+
+    text: str
+    finish: str
+    prompt_tokens: int
+    completion_tokens: int
+    first_s: float
+    total_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed after the first token; 0 where there is nothing to measure."""
+        seconds = self.total_s - self.first_s
+        return (self.completion_tokens - 1) / seconds if self.completion_tokens > 1 and seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"first token after {self.first_s:.2f} s · {self.completion_tokens} tokens · "
+            f"{self.tokens_per_s:.1f} tokens/s"
+        )
+
+
+def ask(
+    client: Client,
+    messages: Sequence[Message],
+    show: Callable[[str], None],
+    *,
+    model: str,
+    **options: Unpack[Options],
+) -> Answer:
+    """Asks and shows every piece as it comes. An interrupt stops the node's work and goes on to the caller.
+
+    Raises:
+        TieError: as tie.device.errors lists.
+    """
+    begun = time.monotonic()
+    first: float | None = None
+    with client.chat(messages, model=model, **options) as answer:
+        for delta in answer:
+            if delta.text and first is None:
+                first = time.monotonic()
+            show(delta.text)
+        result = answer.result()
+    ended = time.monotonic()
+    return Answer(
+        text=result.text,
+        finish=result.finish[0],
+        prompt_tokens=result.prompt_tokens,
+        completion_tokens=result.completion_tokens,
+        first_s=(first or ended) - begun,
+        total_s=ended - begun,
+    )

@@ -1,0 +1,144 @@
+"""`tie chat`: a conversation with the model, or one answer. What is said stays in this process's memory."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tie.cli import asking, settings
+from tie.cli.main import complain
+from tie.daemon.errors import TieError, UserError
+from tie.device.client import Client
+from tie.device.request import Message
+
+_HELP = "/new forgets the conversation, /exit ends it; Ctrl-C stops an answer."
+
+
+@click.command()
+@click.argument("prompt", nargs=-1)
+@click.option("--run-dir", type=click.Path(path_type=Path), default=settings.default_run_dir, help="Of a local node.")
+@click.option("--url", help="Of the node's ingress [default: the local node's].")
+@click.option("--statement-key", type=click.Path(path_type=Path), help="The fleet's statement.pub [default: local].")
+@click.option("--model", help="Model id [default: the local node's].")
+@click.option("--system", help="A system message.")
+@click.option("--temperature", type=float, help="0 is greedy [default: the node's choice].")
+@click.option("--top-p", type=float)
+@click.option("--top-k", type=int)
+@click.option("--max-tokens", type=int, help="Longest answer.")
+@click.option("--seed", type=int, help="The same seed and request give the same answer.")
+@click.option("--stop", multiple=True, help="Ends the answer; may be repeated.")
+@click.option("--stats", is_flag=True, help="Time to the first token and tokens per second, on standard error.")
+@click.option("--json", "as_json", is_flag=True, help="One answer as a JSON object.")
+def chat(
+    *,
+    prompt: tuple[str, ...],
+    run_dir: Path,
+    url: str | None,
+    statement_key: Path | None,
+    model: str | None,
+    system: str | None,
+    stats: bool,
+    as_json: bool,
+    **sampling: Any,
+) -> int:
+    """Talk to the model: a conversation, or one answer to PROMPT or to standard input.
+
+    Exit codes: 65 the request is refused, 69 no node answers, 70 the node failed, 75 busy (try again), 76 the node or
+    its answer cannot be trusted.
+    """
+    options = {name: value for name, value in sampling.items() if value not in (None, ())}
+    history: list[Message] = [{"role": "system", "content": system}] if system else []
+    try:
+        target = asking.target(run_dir, url, statement_key, model)
+        with Client(target.url, target.statement_key) as client:
+            conversation = _Conversation(client, target.model, options, history, stats=stats)
+            if prompt or as_json or not sys.stdin.isatty():
+                text = " ".join(prompt) if prompt else sys.stdin.read().strip()
+                return _once(conversation, text, as_json=as_json)
+            click.secho(f"{target.model}: {_HELP}", dim=True)
+            conversation.loop()
+    except TieError as error:
+        complain(error)
+        return asking.exit_code(error)
+    return 0
+
+
+def _once(conversation: "_Conversation", text: str, *, as_json: bool) -> int:
+    if not text:
+        raise UserError("nothing to ask", hint='give a prompt: tie chat "Hello"')
+    try:
+        answer = conversation.say(text, show=not as_json)
+    except KeyboardInterrupt:
+        click.echo()
+        return 130
+    if as_json:
+        figures = {"tokens_per_s": round(answer.tokens_per_s, 2)}
+        click.echo(json.dumps({**dataclasses.asdict(answer), **figures}, ensure_ascii=False))
+    return 0
+
+
+class _Conversation:
+    """What has been said so far."""
+
+    def __init__(
+        self, client: Client, model: str, options: dict[str, Any], history: list[Message], *, stats: bool
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._options = options
+        self._beginning = list(history)
+        self._history = history
+        self._stats = stats
+
+    def say(self, text: str, *, show: bool = True) -> asking.Answer:
+        """One turn. When it fails or is interrupted it is as if nothing had been said."""
+        asked: list[Message] = [*self._history, {"role": "user", "content": text}]
+        printer = _print_piece if show else lambda _: None
+        answer = asking.ask(self._client, asked, printer, model=self._model, **self._options)
+        if show:
+            click.echo()
+        if self._stats:
+            click.secho(str(answer), dim=True, err=True)
+        self._history = [*asked, {"role": "assistant", "content": answer.text}]
+        return answer
+
+    def loop(self) -> None:
+        """Reads lines until the end."""
+        importlib.import_module("readline")  # gives input() editing and history, in memory only
+        while True:
+            try:
+                line = input("» ").strip()
+            except EOFError:
+                click.echo()
+                return
+            except KeyboardInterrupt:
+                click.echo("\n" + _HELP)
+                continue
+            match line:
+                case "":
+                    continue
+                case "/exit" | "/quit":
+                    return
+                case "/new":
+                    self._history = list(self._beginning)
+                    continue
+                case _ if line.startswith("/"):
+                    click.echo(_HELP)
+                    continue
+            try:
+                self.say(line)
+            except KeyboardInterrupt:
+                click.secho("\n[stopped]", dim=True)
+            except TieError as error:
+                click.echo()
+                complain(error)
+
+
+def _print_piece(text: str) -> None:
+    """Shows a piece of an answer, without anything that a terminal would act on."""
+    click.echo("".join(each if each.isprintable() or each in "\n\t" else "?" for each in text), nl=False)
+    sys.stdout.flush()

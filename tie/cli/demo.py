@@ -1,0 +1,179 @@
+"""`tie demo`: a node from start to end, showing that a recycle reads no weights again."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import click
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from tie.assets.bundle import Bundle, open_bundle
+from tie.cli import asking, control, evidence, settings
+from tie.cli.asking import Answer
+from tie.cli.assets import demo_bundle
+from tie.cli.local_node import LocalNode
+from tie.cli.render import size, state_word
+from tie.daemon.errors import PeerError, TieError
+from tie.device.client import Client
+from tie.device.request import Message
+from tie.proto import control_pb2
+
+_START_S = 180.0
+_RECYCLE_S = 180.0
+_QUESTIONS = (
+    "In two or three sentences: why does the moon have phases?",
+    "Now explain it to a child, in one sentence.",
+)
+_ANSWER_TOKENS = 96
+_LOG_LINES = 25
+
+
+class DemoError(TieError):
+    """The demonstration did not show what it should."""
+
+
+@click.command()
+@click.option("--bundle", type=click.Path(path_type=Path), help="Another model bundle [default: the demo model].")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="As for `tie up`.")
+def demo(bundle: Path | None, overrides: tuple[str, ...]) -> int:
+    """Start a node, ask the model, recycle the runtime, ask again, stop everything."""
+    begun = time.monotonic()
+    console = Console(highlight=False)
+    if bundle is None:
+        bundle = settings.cache_dir() / "demo-bundle"
+        if not bundle.exists():
+            demo_bundle(bundle)
+    opened = open_bundle(bundle.absolute())
+    node = LocalNode(bundle=opened.directory, overrides=overrides)
+    failure: BaseException | None = None
+    try:
+        _show(node, opened, console)
+    except (TieError, psutil.Error, OSError, KeyboardInterrupt) as error:
+        failure = error
+        console.print(f"\n[red]the demonstration failed:[/] {error or type(error).__name__}")
+        console.print("\n".join(node.log_lines()[-_LOG_LINES:]), markup=False, style="dim")
+    left = node.stop()
+    if left:
+        console.print(f"[red]left running, and ended now: {', '.join(left)}[/]")
+    if failure is not None or left:
+        return 1
+    console.print(f"all processes have ended; {time.monotonic() - begun:.0f} s in all")
+    return 0
+
+
+def _show(node: LocalNode, bundle: Bundle, console: Console) -> None:
+    begun = time.monotonic()
+    with console.status("starting the node …"):
+        asyncio.run(node.wait_for(control_pb2.STATE_AVAILABLE, _START_S))
+    processes = len(node.processes())
+    console.print(f"[bold]the node is available[/] after {time.monotonic() - begun:.1f} s: {processes} processes")
+    target = asking.target(node.run_dir, None, None, None)
+    history: list[Message] = []
+    answers: list[Answer] = []
+    with Client(target.url, target.statement_key) as client:
+        answers.append(_turn(client, target.model, history, _QUESTIONS[0], console))
+        recycled = _recycle(node, bundle, console)
+        answers.append(_turn(client, target.model, history, _QUESTIONS[1], console))
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for heading in ("", "first token", "tokens", "tokens/s"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, answer in zip(("first answer", "after the recycle"), answers, strict=True):
+        table.add_row(name, f"{answer.first_s:.2f} s", str(answer.completion_tokens), f"{answer.tokens_per_s:.1f}")
+    console.print(table)
+    console.print(f"the recycle took {recycled:.1f} s; stopping …")
+
+
+def _turn(client: Client, model: str, history: list[Message], question: str, console: Console) -> Answer:
+    console.print(f"\n[bold]» {question}[/]")
+    history.append({"role": "user", "content": question})
+    answer = asking.ask(
+        client,
+        history,
+        lambda text: console.print(text, end="", markup=False, soft_wrap=True),
+        model=model,
+        max_tokens=_ANSWER_TOKENS,
+        temperature=0.0,
+    )
+    console.print("\n")
+    if not answer.text.strip():
+        raise DemoError("the answer is empty")
+    history.append({"role": "assistant", "content": answer.text})
+    return answer
+
+
+def _recycle(node: LocalNode, bundle: Bundle, console: Console) -> float:
+    """Recycles the runtime and shows from outside that it read no weights; returns the seconds it took."""
+    before = asyncio.run(node.status())
+    owner = _only(node, "tie-model-owner")
+    files = [bundle.path(name) for name in bundle.manifest.weights]
+    watch = evidence.WeightWatch(files)
+    console.print("[bold]recycling the runtime[/]")
+    seconds = asyncio.run(_run_recycle(node, console))
+    opens, reads = watch.count()
+    after = asyncio.run(node.status())
+    same_owner = evidence.identity(_only(node, "tie-model-owner")) == evidence.identity(owner)
+    read_since = after.owner.weight_bytes_read - before.owner.weight_bytes_read
+    facts = [
+        ("runtime instance", f"{before.runtime.instance_id[:8]} → {after.runtime.instance_id[:8]}",
+         after.runtime.instance_id not in ("", before.runtime.instance_id)),
+        ("model owner", f"process {owner.pid}, the same as before", same_owner),
+        ("weights read by the owner", f"{size(after.owner.weight_bytes_read)} since its start, {read_since} bytes now",
+         read_since == 0 and after.owner.loads == before.owner.loads),
+        ("weight files", f"opened {opens} times, read {reads} times by anybody during the recycle", opens + reads == 0),
+        ("read by the new runtime", f"{after.runtime.weight_file_bytes_read} bytes of weight files",
+         after.runtime.weight_file_bytes_read == 0),
+        _mapped(node, files),
+    ]  # fmt: skip
+    for name, text, good in facts:
+        console.print(f"  {'[green]✓[/]' if good else '[red]✗[/]'} {name}: {text}")
+    if not all(good for _, _, good in facts):
+        raise DemoError("the recycle was not what it should be (see ✗ above)")
+    return seconds
+
+
+async def _run_recycle(node: LocalNode, console: Console) -> float:
+    shown = -1
+    request = control_pb2.RecycleRequest(reason="operator")
+    async with control.connected(node.run_dir) as connection:
+        async for progress in connection.node.Recycle(request, timeout=_RECYCLE_S):
+            if progress.state != shown:
+                shown = progress.state
+                console.print(f"  {progress.elapsed_s:5.1f} s  {state_word(progress.state)}")
+            if progress.finished:
+                if progress.error:
+                    raise DemoError(f"the recycle failed: {progress.error}")
+                await node.wait_for(control_pb2.STATE_AVAILABLE, _RECYCLE_S)
+                return float(progress.elapsed_s)
+    raise PeerError("the controller ended the recycle's progress early")
+
+
+def _mapped(node: LocalNode, files: list[Path]) -> tuple[str, str, bool]:
+    """What the new runtime has in its address space: the owner's memory, no weight file."""
+    name = "mapped by the new runtime"
+    if os.geteuid() != 0:
+        return name, "not shown: only root may look into the runtime (it is not dumpable)", True
+    weights = {str(file) for file in files}
+    for process in node.processes():
+        mapped = evidence.mapped_files(process) or set()
+        if mapped & weights:
+            return name, f"process {process.pid} maps a weight file", False
+    runtimes = [
+        (process, path)
+        for process in node.find("triton_python_backend_stub")
+        for path in evidence.mapped_files(process) or ()
+        if path.startswith("/memfd:")
+    ]
+    if not runtimes:
+        return name, "no memory of the owner", False
+    process, path = runtimes[0]
+    return name, f"{path.partition(' ')[0]} of the owner, no weight file (process {process.pid})", True
+
+
+def _only(node: LocalNode, name: str) -> psutil.Process:
+    found = node.find(name)
+    if len(found) != 1:
+        raise DemoError(f"{len(found)} processes called {name}")
+    return found[0]
