@@ -1,0 +1,86 @@
+"""Which statement key a device believes: a pinned one or, only when told so, the first one that it is given."""
+
+import time
+from pathlib import Path
+from typing import Final
+
+from tie.daemon.errors import ConfigError
+from tie.device.errors import UnreachableError
+from tie.envelope import statement
+from tie.envelope.statement import STATEMENT_KEY_BYTES, NodeKey
+from tie.proto import kps_pb2
+
+_RENEW_S: Final = 30.0  # a statement that ends within this time is fetched anew: sealing and sending take a while
+MAX_REPLY_BYTES: Final = 64 * 1024
+
+
+class Trust:
+    """The pinned statement key and the last statement that it vouched for.
+
+    Attributes:
+        pinned: the raw key, or None before first use.
+    """
+
+    def __init__(self, statement_key: bytes | str | Path | None, *, trust_on_first_use: bool) -> None:
+        """Reads the key.
+
+        Raises:
+            ConfigError: there is neither a key nor permission to trust one, or the key file cannot be.
+        """
+        if statement_key is None and not trust_on_first_use:
+            raise ConfigError(
+                "no statement key to verify the node with",
+                hint="give the fleet's statement.pub (a file or 32 bytes), or say trust_on_first_use=True",
+            )
+        self.pinned = None if statement_key is None else _read(statement_key)
+        self._node: NodeKey | None = None
+
+    @property
+    def node(self) -> NodeKey | None:
+        """The node's key, as long as its statement is good for some time yet."""
+        if self._node is not None and time.time() + _RENEW_S < self._node.not_after:
+            return self._node
+        return None
+
+    def pin(self, key: bytes) -> None:
+        """Trusts `key`, on first use.
+
+        Raises:
+            UnreachableError: it is no statement key.
+        """
+        if len(key) != STATEMENT_KEY_BYTES:
+            raise UnreachableError("the address answers, but not as a node's ingress")
+        self.pinned = key
+
+    def accept(self, received: bytes) -> NodeKey:
+        """Verifies a statement and remembers it.
+
+        Raises:
+            StatementError: it is not to be believed.
+        """
+        message = kps_pb2.KeyStatement()
+        try:
+            message.ParseFromString(received)
+        except ValueError:
+            raise UnreachableError("the address answers, but not as a node's ingress") from None
+        self._node = statement.verify(message, self.pinned or b"", now=time.time())
+        return self._node
+
+    def forget(self) -> None:
+        """The node has another key now."""
+        self._node = None
+
+
+def _read(source: bytes | str | Path) -> bytes:
+    if isinstance(source, bytes):
+        key = source
+    else:
+        try:
+            key = Path(source).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read the statement key {source}: {error.strerror}") from error
+    if len(key) != STATEMENT_KEY_BYTES:
+        raise ConfigError(
+            f"the statement key is {len(key)} bytes, not {STATEMENT_KEY_BYTES}", hint="it is the node's statement.pub"
+        )
+    return key
