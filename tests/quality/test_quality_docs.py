@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import click
@@ -74,12 +75,13 @@ def _resolve(words: list[str]) -> click.Command:
 
 
 def test_commands_in_the_readme_exist():
-    run = (ROOT / "run").read_text()
+    done = subprocess.run([ROOT / "run", "--help"], capture_output=True, text=True, check=True, timeout=60)
+    known_to_run = set(re.findall(r"(?m)^  ([a-z]+) ", done.stdout))
     checked = 0
     for words in _commands((ROOT / "README.md").read_text()):
         line = " ".join(words)
         if words[0] == "./run":
-            assert f'"{words[1]}"' in run, line
+            assert words[1] in known_to_run, line
         program = words[1:] if words[0] == "./run" else words
         if program[0] == "tie":
             command = _resolve(program[1:])

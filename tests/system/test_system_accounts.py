@@ -34,5 +34,5 @@ def test_each_edge_has_its_directory(machine, edge: Path):
 
 def test_nothing_else_is_below_the_run_directory(machine):
     found = set(machine.run("ls", "/run/tie").stdout.split())
-    assert found == {edge.name for edge in EDGES} | {"assets", "root"}
+    assert found == {edge.name for edge in EDGES} | {"assets", "root", "node.toml"}
     assert machine.run("stat", "-c", "%a %U", "/run/tie/root").stdout.split() == ["555", "root"]
