@@ -63,7 +63,7 @@ class NodeControl(control_pb2_grpc.NodeControlServicer):
             if now != shown:
                 shown = now
                 yield progress
-            if recycle.finished:
+            if progress.finished:  # as it was told, not as it may have become meanwhile
                 return
             await self._controller.bell.wait(self._heartbeat_s)
 

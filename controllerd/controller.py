@@ -186,6 +186,7 @@ class Controller:
             self._apply(Event.LOST, self.readiness.reasons[0])
         if self.state is State.RECYCLING and self.clock() - self.since >= self._deadlines.fresh_s:
             self.memory = replace(self.memory, overdue=True)
+            self._triggers.failed(self.clock())
             self._apply(Event.OVERDUE, "fresh-runtime-deadline")
         self._report()
         return self.state is not before

@@ -22,7 +22,7 @@ from tie.proto import cloudboard_pb2
 
 _CALL_TIMEOUT_S = 5.0
 _RETRY_S = 0.25
-_MARGIN_S = 5.0  # beyond the drain deadline: the runtime cancels what is left, and ends
+_MARGIN_S = 2.0  # beyond the drain deadline: the runtime cancels what is left, and ends
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,10 @@ class Triggers:
         self._gpu_tried = False
         self._advice_taken = False
 
+    def failed(self, now: float) -> None:
+        """A recycle brought no fresh runtime: the next try waits."""
+        self._backoff.spend(now)
+
     def wanted(self, state: State, state_age_s: float, facts: Facts, memory: Memory, now: float) -> str | None:
         """The reason for a recycle that should start now, or None. Counts an error recycle as spent."""
         gpu = facts.gpu
