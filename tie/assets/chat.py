@@ -3,7 +3,7 @@
 A template is Jinja from the bundle, run in Jinja's immutable sandbox. What a user wrote must never become a control
 token (`<|im_end|>`), so every control token inside the messages is put between marks before rendering: a string of
 private-use characters, drawn at random for each rendering, which no text can contain by accident or on purpose. A text
-that begins or ends with a part of a control token gets a mark there, lest a neighbour complete it. After rendering,
+that begins or ends with a part of a control token, or is one, gets a mark there, lest a neighbour complete it. After rendering,
 control tokens outside marks are the template's own; all between them is encoded as plain text.
 """
 
@@ -82,6 +82,7 @@ class ChatTemplate:
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._starts = frozenset(token[:cut] for token in longest_first for cut in range(1, len(token)))
         self._ends = frozenset(token[cut:] for token in longest_first for cut in range(1, len(token)))
+        self._tokens = longest_first
         self._longest = max(map(len, longest_first), default=0)
 
     @classmethod
@@ -132,8 +133,9 @@ class ChatTemplate:
         if not core:
             return text
         lengths = range(1, min(self._longest, len(core) + 1))
-        before = mark if any(core[:length] in self._ends for length in lengths) else ""
-        after = mark if any(core[-length:] in self._starts for length in lengths) else ""
+        inside = any(core in token for token in self._tokens)
+        before = mark if inside or any(core[:length] in self._ends for length in lengths) else ""
+        after = mark if inside or any(core[-length:] in self._starts for length in lengths) else ""
         inner = self._control.sub(lambda found: f"{mark}{found[0]}{mark}", core)
         return text.replace(core, f"{before}{inner}{after}", 1) if before or after or inner != core else text
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import gguf
 import msgspec
 
-from tie.assets.gguf_tokenizer import build_tokenizer, tokenizer_info
+from tie.assets.gguf_tokenizer import array, build_tokenizer, tokenizer_info
 from tie.assets.manifest import Architecture
 from tie.assets.source import ModelSource
 from tie.assets.tensors import StoredTensor, stored_bytes
@@ -98,7 +98,7 @@ def _architecture(metadata: Mapping[str, Any], names: set[str]) -> Architecture:
         "num_heads": heads,
         "num_kv_heads": value("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "vocab_size": len(value_list(metadata, "tokenizer.ggml.tokens")),
+        "vocab_size": len(array(metadata, "tokenizer.ggml.tokens", str)),
         "context_tokens": value("context_length"),
         # Stored as float32: seven digits are what was written, the rest is noise of the conversion.
         "rms_norm_eps": float(f"{value('attention.layer_norm_rms_epsilon'):.7g}"),
@@ -112,18 +112,6 @@ def _architecture(metadata: Mapping[str, Any], names: set[str]) -> Architecture:
         return msgspec.convert(fields, Architecture)
     except msgspec.ValidationError as error:
         raise BundleError(f"the GGUF file describes an impossible model: {error}") from error
-
-
-def value_list(metadata: Mapping[str, Any], key: str) -> list[Any]:
-    """An array of the metadata.
-
-    Raises:
-        BundleError: absent, or no array.
-    """
-    found = metadata.get(key)
-    if not isinstance(found, list):
-        raise BundleError(f"the GGUF file has no {key}")
-    return found
 
 
 def _stored(tensor: gguf.ReaderTensor, architecture: Architecture) -> StoredTensor:

@@ -36,12 +36,10 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> bytes:
             f"GGUF tokenizer {str(kind)[:40]!r} is not supported: only byte-level BPE",
             hint="make the bundle from the model's Hugging Face directory instead",
         )
-    try:
-        tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-        types: list[int] = metadata["tokenizer.ggml.token_type"]
-        merges: list[str] = metadata["tokenizer.ggml.merges"]
-    except KeyError as error:
-        raise BundleError(f"the GGUF file has no {error.args[0]}") from None
+    tokens: list[str] = array(metadata, "tokenizer.ggml.tokens", str)
+    types: list[int] = array(metadata, "tokenizer.ggml.token_type", int)
+    # Writers leave empty arrays out.
+    merges: list[str] = array(metadata, "tokenizer.ggml.merges", str) if "tokenizer.ggml.merges" in metadata else []
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise BundleError("the GGUF file's vocabulary is inconsistent")
     pre = str(metadata.get("tokenizer.ggml.pre", "default"))
@@ -70,8 +68,8 @@ def tokenizer_info(metadata: Mapping[str, Any]) -> TokenizerInfo:
     Raises:
         BundleError: no token ends an answer.
     """
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types: list[int] = metadata["tokenizer.ggml.token_type"]
+    tokens: list[str] = array(metadata, "tokenizer.ggml.tokens", str)
+    types: list[int] = array(metadata, "tokenizer.ggml.token_type", int)
 
     def named(key: str) -> int | None:
         found = metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -96,6 +94,18 @@ def tokenizer_info(metadata: Mapping[str, Any]) -> TokenizerInfo:
         end_of_turn_ids=end_ids,
         special_tokens={key: tokens[index] for key, index in special.items() if index is not None},
     )
+
+
+def array(metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:
+    """An array of the metadata whose items are of type `kind`.
+
+    Raises:
+        BundleError: absent, or something else.
+    """
+    found = metadata.get(key)
+    if not isinstance(found, list) or not all(isinstance(item, kind) for item in found):
+        raise BundleError(f"the GGUF file has no proper {key}")
+    return found
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
