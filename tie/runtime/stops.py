@@ -50,7 +50,7 @@ class StopMatcher:
 
     @property
     def hold_bytes(self) -> int:
-        """UTF-8 bytes at the end of the text fed so far that could still become a stop string."""
+        """UTF-8 bytes at the end of the text fed so far that could still become a stop string, or are to be dropped."""
         return self._hold
 
     def feed(self, text: str) -> StopMatch | None:
@@ -63,7 +63,8 @@ class StopMatcher:
         for end, (word, complete) in self._search:
             if complete:
                 after = text[end + 1 - start :]
-                return StopMatch(len((after if self._include else word + after).encode()))
+                self._hold = len((after if self._include else word + after).encode())
+                return StopMatch(self._hold)
             # Longest first at each position, so the first word that ends at the last character is the longest.
             if end == self._fed - 1 and not held:
                 held = word
