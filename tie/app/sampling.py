@@ -8,7 +8,7 @@ from tie.app.frames import Limits
 from tie.app.outcome import invalid
 from tie.proto import request_pb2, runtime_pb2
 
-MAX_CHOICES: Final = 16
+MAX_CHOICES: Final = 8
 MAX_LOGPROBS: Final = 20
 MAX_STOPS: Final = 64
 MAX_STOP_CHARACTERS: Final = 1024
