@@ -1,4 +1,4 @@
-"""The runtime's stop strings against the app's text: both count bytes of the same text, so together they must be exact."""
+"""The runtime's stop strings against the app's text: both count bytes of the same text, and must agree to the byte."""
 
 import pytest
 from hypothesis import given, settings
