@@ -162,7 +162,8 @@ def _xid_findings(new: frozenset[int], counts: Mapping[int, int]) -> Iterable[Fi
 
 
 def _provider_findings(snapshot: Snapshot, policy: Policy) -> Iterable[Finding]:
-    yield from (_fault(code) for code in snapshot.faults)
+    # Whatever the code means for one device: as a fault of the provider it means that no device was seen.
+    yield from (replace(_fault(code), verdict=Verdict.UNAVAILABLE) for code in snapshot.faults)
     if not snapshot.faults:
         if not snapshot.devices:
             yield _fault("no-devices")

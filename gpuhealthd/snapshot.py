@@ -12,10 +12,10 @@ from tie.daemon.errors import ProtocolError
 
 MAX_MESSAGE_BYTES: Final = 128 * 1024
 
-Code = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=48)]
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]*$", max_length=48)]
+Code = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9]+(-[a-z0-9]+)*\Z", max_length=48)]
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[a-z][a-z0-9_]*\Z", max_length=48)]
 Unit = Literal["", "bytes", "celsius", "percent", "ratio", "watts", "count", "mask", "enum"]
-Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9 ._:/()@-]{1,96}$", max_length=96)]
+Label = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9 ._:/()@-]{1,96}\Z", max_length=96)]
 Provider = Literal["cpu", "nvml"]
 
 
