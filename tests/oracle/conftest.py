@@ -16,7 +16,7 @@ class Sequences:
     def __init__(self, executor: Executor, seed: int = 0) -> None:
         self.executor = executor
         self._free = list(range(executor.num_blocks))
-        random.Random(seed).shuffle(self._free)
+        random.Random(seed).shuffle(self._free)  # noqa: S311 - no secret
         self._tables: dict[int, list[int]] = {}
         self._filled: dict[int, int] = {}
 

@@ -105,7 +105,7 @@ def _executor(demo: Demo, *, dtype: str = "f32", block_tokens: int = 16) -> Exec
 
 @pytest.fixture(scope="module")
 def greedy(demo: Demo, sequences) -> tuple[list[list[int]], torch.Tensor]:
-    """Our greedy output on all prompts in one batch, and the logits that it was chosen from, [prompts, steps, vocab]."""
+    """Our greedy output on all prompts in one batch, and the logits that it came from, [prompts, steps, vocab]."""
     table = sequences(_executor(demo), seed=3)
     logits = table.run(*(table.next(key, prompt, logits=1) for key, prompt in enumerate(demo.prompts)))
     outputs: list[list[int]] = [[] for _ in demo.prompts]

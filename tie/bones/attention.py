@@ -162,31 +162,31 @@ class GatherAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _groups(self, spans: Sequence[Span]) -> Iterator[Group]:
-        row = index = 0
-        while index < len(spans):
-            members = [spans[index]]
-            if members[0].count == 1:
-                shortest = longest = members[0].end
-                for span in spans[index + 1 :]:
-                    shortest, longest = min(shortest, span.end), max(longest, span.end)
-                    if span.count > 1 or longest > self._PADDING * max(shortest, self._pool.block_tokens):
-                        break
-                    members.append(span)
+        """Decoding spans, which come from the shortest on, together while padding stays small; any other alone."""
+        together: list[list[Span]] = []
+        for span in spans:
+            first = together[-1][0] if together else span
+            limit = self._PADDING * max(first.end, self._pool.block_tokens)
+            if together and first.count == span.count == 1 and span.end <= limit:
+                together[-1].append(span)
+            else:
+                together.append([span])
+        row = 0
+        for members in together:
             rows = sum(span.count for span in members)
             yield self._group(slice(row, row + rows), members)
             row += rows
-            index += len(members)
 
     def _group(self, rows: slice, spans: Sequence[Span]) -> Group:
         tokens, window = self._pool.block_tokens, self._config.sliding_window
         first = [max(0, span.start + 1 - window) // tokens if window else 0 for span in spans]
         used = [span.blocks[begin : -(-span.end // tokens)] for begin, span in zip(first, spans, strict=True)]
-        width = max(map(len, used))
+        columns = np.arange(max(map(len, used)))
         # A short table is filled up with its own last block: another sequence never enters a sum, not even times 0.
-        table = np.stack([np.pad(blocks, (0, width - len(blocks)), mode="edge") for blocks in used])
+        table = np.stack([blocks[np.minimum(columns, len(blocks) - 1)] for blocks in used])
         runs = table[None, :, None, :] * self._pool.runs_per_block + self._heads
 
-        keys = np.array(first)[:, None, None] * tokens + np.arange(width * tokens)
+        keys = np.array(first)[:, None, None] * tokens + np.arange(len(columns) * tokens)
         queries = np.stack([np.arange(span.start, span.end) for span in spans])[:, :, None]
         seen = keys <= queries
         if window:

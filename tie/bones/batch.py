@@ -57,7 +57,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Rows:
-    """A checked batch as flat rows. Slices of one row (decode) come first, each kind in batch order.
+    """A checked batch as flat rows. Slices of one row (decode) come first; each kind from the shortest sequence on.
 
     Attributes:
         tokens: `[rows]` token ids.
@@ -106,7 +106,7 @@ def lay_out(batch: Batch, config: ModelConfig, *, num_blocks: int, block_tokens:
         tokens.append(ids)
         spans.append(span)
 
-    order = sorted(range(len(spans)), key=lambda index: spans[index].count > 1)
+    order = sorted(range(len(spans)), key=lambda index: (spans[index].count > 1, spans[index].end))
     ends = np.empty(len(spans), dtype=np.int64)
     ends[order] = np.cumsum([spans[index].count for index in order])
     wanted = [np.arange(end - item.logits, end) for item, end in zip(batch.slices, ends, strict=True)]

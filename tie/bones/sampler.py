@@ -9,6 +9,7 @@ mask; temperature; top-k; top-p; min-p. Cuts are by value: tokens that tie with 
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from tie.bones.sampling import Floats, Ids, Sampled, SampleRow, SamplingParams, 
 __all__ = ["SampleRow", "Sampled", "SamplingParams", "sample"]
 
 _BUCKET = 256  # of the two-level search in `_invert`
-_FIRST_NUCLEUS = 512  # tokens that the search for the nucleus sorts at first
+_FIRST_NUCLEUS = 256  # tokens that the search for the nucleus sorts at first
 
 Doubles = npt.NDArray[np.float64]
 
@@ -42,6 +43,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         return []
     table: Floats = logits.numpy()
     chosen, largest = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.float32)
+    sound = np.isfinite(table.max(axis=1))  # false where a logit is NaN or infinite
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows becomes infinite, and is found below
         for index, row in enumerate(rows):
             edited = _edit(table[index], row)
@@ -49,8 +51,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
             largest[index] = edited[chosen[index]]
             if not row.params.greedy and np.isfinite(largest[index]):
                 chosen[index] = _draw(edited, float(largest[index]), row)
-    # The maximum is not finite where everything is masked and where a logit is NaN or infinite.
-    if failed := np.flatnonzero(~np.isfinite(largest)).tolist():
+    # After the edits the maximum is not finite where everything is masked.
+    if failed := np.flatnonzero(~(sound & np.isfinite(largest))).tolist():
         raise SamplingError("some rows leave no token to choose", failed)
     return [_report(table[index], int(chosen[index]), row.logprobs) for index, row in enumerate(rows)]
 
@@ -90,7 +92,7 @@ def _draw(x: Floats, largest: float, row: SampleRow) -> int:
     ids: Ids | None = None
     kept = x
     if 0 < params.top_k < len(x):
-        ids = np.flatnonzero(x >= np.partition(x, -params.top_k)[-params.top_k])
+        ids = np.flatnonzero(x >= _kth_largest(x, params.top_k))
         kept = x[ids]
     # Relative to the likeliest token, whose weight is 1.
     weights: Doubles = np.exp((kept.astype(np.float64) - largest) / params.temperature)
@@ -111,12 +113,27 @@ def _nucleus(weights: Doubles, top_p: float) -> float:
     goal = top_p * weights.sum()
     size = _FIRST_NUCLEUS
     while True:  # the nucleus is mostly small: sort a few of the largest, and more only where they do not suffice
-        largest = weights if size >= len(weights) else np.partition(weights, -size)[-size:]
-        largest = np.sort(largest)[::-1]
+        everything = size >= len(weights)
+        largest = np.sort(weights if everything else weights[weights >= _kth_largest(weights, size)])[::-1]
         sums = largest.cumsum()
-        if sums[-1] >= goal or size >= len(weights):
+        if sums[-1] >= goal or everything:
             return float(largest[min(np.searchsorted(sums, goal), len(largest) - 1)])
         size *= 8
+
+
+def _kth_largest(values: Floats | Doubles, k: int) -> np.floating[Any]:
+    """The k-th largest value, 1 <= k <= len(values).
+
+    Where k is small, values are first laid out in columns: k columns reach the k-th largest of the columns' maxima, so
+    at least k values do, and what lies below need not be partitioned.
+    """
+    columns = max(512, 8 * k)
+    rows = len(values) // columns
+    if rows >= 4:
+        maxima = values[: rows * columns].reshape(rows, columns).max(axis=0)
+        values = values[values >= np.partition(maxima, -k)[-k]]
+    kth: np.floating[Any] = np.partition(values, -k)[-k]
+    return kth
 
 
 def _invert(weights: Doubles, uniform: float) -> int:
@@ -143,7 +160,7 @@ def _report(logits: Floats, token_id: int, logprobs: int | None) -> Sampled:
     count = min(logprobs, len(logits))
     if count == 0:
         return Sampled(token_id, float(logits[token_id]) - normal)
-    candidates = np.flatnonzero(logits >= np.partition(logits, -count)[-count])
+    candidates = np.flatnonzero(logits >= _kth_largest(logits, count))
     top = candidates[np.argsort(-logits[candidates], kind="stable")][:count]
     return Sampled(
         token_id,
