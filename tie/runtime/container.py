@@ -3,47 +3,43 @@
 Three small programs run under supervisord (`python -m tie.runtime.container NAME`):
 
 - `guard` starts tie-status-probe and takes the container down when the probe ends, however it ends;
-- `watch` is supervisord's event listener and takes the container down when any program ends (the guard included);
-- `triton` becomes tritonserver.
+- `serve` starts tritonserver, ends when it ends, and stops it well;
+- `watch` is supervisord's event listener and takes the container down when one of the others ends.
 
-The guard watches the watcher in turn, and the kernel kills all of them when supervisord ends (PR_SET_PDEATHSIG), so
-there is no process whose death leaves the others running. A container that goes down is made anew from outside.
+The guard watches the watcher in turn, and the kernel kills every process of the container when its parent ends
+(PR_SET_PDEATHSIG), so there is none whose death leaves the others running. A container that goes down is made anew from
+outside.
 """
 
-import glob
+import contextlib
 import os
-import secrets
+import resource
 import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
-
-from supervisor import childutils
 
 from tie.daemon import config as node_config
 from tie.daemon import log
 from tie.daemon.hardening import die_with_parent
+from tie.runtime import environment
 
-CONFIG_VARIABLE: Final = "TIE_CONFIG"
-DIRECTORY_VARIABLE: Final = "TIE_ENGINE_DIR"
-SHM_VARIABLE: Final = "TIE_SHM_PREFIX"
-SUPERVISOR_VARIABLE: Final = "TIE_SUPERVISORD_PID"
 _WATCHER_SOCKET: Final = "watcher.sock"
 _WATCHER_S: Final = 10.0  # until the watcher listens
 _PROBE_STOP_S: Final = 5.0
-_SUPERVISOR_STOP_S: Final = 30.0
-_CLOSED_PROTOCOLS: Final = (
-    "metadata", "model-config", "model-repository", "shared-memory", "statistics", "trace", "logging",
-)  # fmt: skip
+_SUPERVISOR_STOP_S: Final = 40.0
+_DRAIN_S: Final = 20.0  # requests in flight when the container is stopped without a recycle
+_FLUSH_S: Final = 0.2  # from a request's last event to its client
 
 
 def main() -> NoReturn:
     """Runs the program named on the command line."""
-    program = {"guard": guard, "watch": watch, "triton": triton}[sys.argv[1]]
+    program = {"guard": guard, "serve": serve, "watch": watch}[sys.argv[1]]
     die_with_parent(signal.SIGKILL)
     if os.getppid() != _supervisor():
         sys.exit(1)  # it ended before the kernel knew our wish
@@ -51,99 +47,129 @@ def main() -> NoReturn:
 
 
 def guard() -> int:
-    """Runs tie-status-probe; ends the container when it or the watcher ends; cleans up when told to stop."""
-    stopped, stopper = socket.socketpair()
-    stopper.setblocking(False)
-    signal.set_wakeup_fd(stopper.fileno())
-    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+    """Runs tie-status-probe; ends the container when it or the watcher ends."""
+    stop = _stop_requests()
     watcher = _connect_to_watcher()
-    probe = subprocess.Popen(
-        [sys.executable, "-m", "status_probe.main", "--config", os.environ[CONFIG_VARIABLE]],
-        # The probe must not outlive its guard; this process has one thread only.
-        preexec_fn=lambda: die_with_parent(signal.SIGKILL),  # noqa: PLW1509
-    )
+    probe = _start([sys.executable, "-m", "status_probe.main", "--config", os.environ[environment.CONFIG]])
     ended = os.pidfd_open(probe.pid)
-    readable, _, _ = select.select([ended, watcher.fileno(), stopped.fileno()], [], [])
-    if stopped.fileno() not in readable:
-        reason = "probe-ended" if ended in readable else "watcher-ended"
-        log.event("container.down", reason=reason)
-        _end_container()
-        # supervisord stops Triton and then this process: only then may Triton's memory be cleared.
-        if not select.select([stopped], [], [], _SUPERVISOR_STOP_S)[0]:
+    readable, _, _ = select.select([ended, watcher.fileno(), stop.fileno()], [], [])
+    if stop.fileno() not in readable:
+        _end_container("probe-ended" if ended in readable else "watcher-ended")
+        if not select.select([stop], [], [], _SUPERVISOR_STOP_S)[0]:
             os.kill(_supervisor(), signal.SIGKILL)
-    probe.terminate()
-    try:
-        code = probe.wait(_PROBE_STOP_S)
-    except subprocess.TimeoutExpired:
-        probe.kill()
-        code = probe.wait()
-    remove_regions(os.environ[SHM_VARIABLE])
-    return 0 if code == 0 else 1
+    return _end(probe, _PROBE_STOP_S)
 
 
-def watch() -> int:
-    """The event listener: any critical program's end ends the container."""
-    path = Path(os.environ[DIRECTORY_VARIABLE], _WATCHER_SOCKET)
+def serve() -> int:
+    """Runs tritonserver. When told to stop: drains the engine, then kills it.
+
+    Triton's own exit takes seconds after its last request, and for ever while some client holds an idle stream.
+    """
+    from tie.runtime.triton_server import command
+
+    stop = _stop_requests()
+    # Group-readable sockets, no more.
+    os.umask(0o117)
+    server = _start(command(node_config.load(Path(os.environ[environment.CONFIG])), _directory()))
+    ended = os.pidfd_open(server.pid)
+    readable, _, _ = select.select([ended, stop.fileno()], [], [])
+    if ended not in readable:
+        _drain(ended)
+        server.kill()
+    code = server.wait()
+    # Its stub follows it at once, but is not our child: whatever it still writes dies with its last mapping.
+    environment.remove_regions(os.environ[environment.SHM_PREFIX])
+    return code if code >= 0 else 128 - code
+
+
+def watch() -> NoReturn:
+    """The event listener: any program's end ends the container."""
+    from supervisor import childutils
+
+    path = _directory() / _WATCHER_SOCKET
     path.unlink(missing_ok=True)
+    os.umask(0o177)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(os.fspath(path))
     # Nobody accepts: the guard's pending connection breaks when this process ends, and that is all it is for.
     listener.listen(1)
     while True:
         headers, _ = childutils.listener.wait()
-        log.event("container.down", reason=headers["eventname"].lower().replace("_", "-"))
-        _end_container()
+        _end_container(headers["eventname"].lower().replace("_", "-"))
         childutils.listener.ok()
 
 
-def triton() -> NoReturn:
-    """Becomes tritonserver: gRPC on a Unix socket, inference and health only."""
-    from tie.runtime.model_repository import find_installation
+def _start(command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    """Starts a child that does not outlive this process and leaves no core."""
 
-    config = node_config.load(Path(os.environ[CONFIG_VARIABLE]))
-    directory = Path(os.environ[DIRECTORY_VARIABLE], "triton")
-    server = find_installation().server
-    # gRPC appends the port to the path.
-    address, _, port = os.fspath(config.sockets.triton).rpartition(":")
-    # Protocols that need a header whose value nobody knows: closed.
-    token = secrets.token_hex(32)
-    os.execv(  # noqa: S606
-        server,
-        [
-            os.fspath(server),
-            f"--model-repository={directory / 'models'}",
-            f"--backend-directory={directory / 'backends'}",
-            "--model-control-mode=none",
-            f"--grpc-address=unix:{address}",
-            f"--grpc-port={port}",
-            f"--grpc-restricted-protocol={','.join(_CLOSED_PROTOCOLS)}:closed={token}",
-            "--allow-http=false",
-            "--allow-metrics=false",
-            "--log-info=false",
-            "--log-verbose=0",
-            "--exit-timeout-secs=3",
-            f"--backend-config=python,shm-region-prefix-name={os.environ[SHM_VARIABLE]}",
-            f"--backend-config=python,stub-timeout-seconds={int(config.probe.start_deadline_s) + 30}",
-        ],
-    )
+    def before_exec() -> None:
+        die_with_parent(signal.SIGKILL)
+        # exec makes a process dumpable again. A limit of one byte keeps cores from files and from pipes alike; 0 would
+        # be ignored for pipes (kernel, fs/coredump.c).
+        with contextlib.suppress(ValueError):  # it is 0 already and may not be raised
+            resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+
+    return subprocess.Popen(command, preexec_fn=before_exec)  # noqa: PLW1509 (one thread only)
 
 
-def remove_regions(prefix: str) -> None:
-    """Unlinks shared memory that a killed Triton left behind."""
-    for region in glob.glob(f"/dev/shm/{glob.escape(prefix)}*"):  # noqa: PTH207, S108 (the kernel's own path)
-        Path(region).unlink(missing_ok=True)
+def _stop_requests() -> socket.socket:
+    """A socket that becomes readable when supervisord asks this process to stop."""
+    receiving, sending = socket.socketpair()
+    sending.setblocking(False)
+    signal.set_wakeup_fd(sending.detach())
+    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+    return receiving
+
+
+def _end(child: "subprocess.Popen[bytes]", patience: float) -> int:
+    child.terminate()
+    try:
+        return child.wait(patience)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
+
+
+def _drain(server_ended: int) -> None:
+    """Lets requests in flight finish; at once when there are none, or no engine."""
+    from kvxfer.channel import Channel
+    from kvxfer.errors import KvxferError
+    from tie.proto import engine_pb2
+
+    request = engine_pb2.EngineRequest(drain=engine_pb2.DrainRequest(deadline_ms=int(_DRAIN_S * 1000)))
+    reply = engine_pb2.EngineReply()
+    deadline = time.monotonic() + _DRAIN_S + 1.0
+    # A drain may be asked for again; each time it is answered with what is left.
+    with contextlib.suppress(KvxferError), Channel.connect(_directory() / "engine.sock", timeout=1.0) as channel:
+        waited = False
+        while time.monotonic() < deadline:
+            channel.send(request.SerializeToString(), timeout=1.0)
+            reply.ParseFromString(channel.receive(timeout=1.0)[0])
+            if reply.status.running + reply.status.waiting == 0:
+                break
+            waited = True
+            if select.select([server_ended], [], [], 0.05)[0]:
+                return
+        if waited:
+            time.sleep(_FLUSH_S)
+
+
+def _directory() -> Path:
+    return Path(os.environ[environment.DIRECTORY])
 
 
 def _supervisor() -> int:
-    return int(os.environ[SUPERVISOR_VARIABLE])
+    return int(os.environ[environment.SUPERVISOR])
 
 
-def _end_container() -> None:
+def _end_container(reason: str) -> None:
     os.kill(_supervisor(), signal.SIGTERM)
+    # After the signal: supervisord looks at signals once a second, or when one of its programs writes something.
+    log.event("container.down", reason=reason)
 
 
 def _connect_to_watcher() -> socket.socket:
-    path = os.path.join(os.environ[DIRECTORY_VARIABLE], _WATCHER_SOCKET)  # noqa: PTH118
+    path = os.fspath(_directory() / _WATCHER_SOCKET)
     deadline = time.monotonic() + _WATCHER_S
     while True:
         connection = socket.socket(socket.AF_UNIX)
@@ -152,7 +178,7 @@ def _connect_to_watcher() -> socket.socket:
         except OSError:
             connection.close()
             if time.monotonic() > deadline:
-                _end_container()
+                _end_container("no-watcher")
                 raise
             time.sleep(0.05)
         else:

@@ -10,18 +10,14 @@ import os
 import secrets
 import sys
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from tie import __version__
 from tie.daemon import config as node_config
 from tie.daemon import log, rpc
 from tie.daemon.errors import TieError, UserError
-from tie.daemon.hardening import protect_process
 from tie.daemon.service import EXIT_CONFIG, EXIT_FAILURE
-from tie.runtime import model_repository
-from tie.runtime.container import CONFIG_VARIABLE, DIRECTORY_VARIABLE, SHM_VARIABLE, SUPERVISOR_VARIABLE, remove_regions
-
-INSTANCE_VARIABLE: Final = "TIE_INSTANCE_ID"
+from tie.runtime import environment, triton_server
 
 
 def main() -> NoReturn:
@@ -35,9 +31,8 @@ def main() -> NoReturn:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     arguments = parser.parse_args()
-    protect_process()
     try:
-        environment = prepare(arguments.config.resolve())
+        variables = prepare(arguments.config.resolve())
     except UserError as error:
         sys.stderr.write(f"tie-afm-runtime: {error}\n" + (f"tie-afm-runtime: {error.hint}\n" if error.hint else ""))
         sys.exit(EXIT_CONFIG)
@@ -46,7 +41,10 @@ def main() -> NoReturn:
         sys.stderr.write(f"tie-afm-runtime: {error}\n")
         sys.exit(EXIT_FAILURE)
     conf = Path(__file__).with_name("supervisord.conf")
-    os.execve(sys.executable, [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", str(conf)], environment)  # noqa: S606
+    command = [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", os.fspath(conf)]
+    if os.getuid() == 0:
+        command += ["-u", "0"]  # stay what we are, without a warning
+    os.execve(sys.executable, command, variables)  # noqa: S606
 
 
 def prepare(config_path: Path) -> dict[str, str]:
@@ -60,32 +58,32 @@ def prepare(config_path: Path) -> dict[str, str]:
         SocketInUseError: another runtime is live on this run directory.
     """
     config = node_config.load(config_path)
-    installation = model_repository.find_installation()
+    installation = triton_server.find_installation()
     directory = config.sockets.engine.parent
     lock = rpc.claim(directory / "runtime")
     os.set_inheritable(lock, True)
     for path in (config.sockets.triton, config.sockets.kv, config.sockets.probe):
         rpc.prepare_directory(path)
     family = "tie-" + hashlib.sha256(os.fsencode(config.run_dir)).hexdigest()[:8] + "-"
-    remove_regions(family)
+    environment.remove_regions(family)
     if config.sockets.triton.is_socket():
         config.sockets.triton.unlink()
-    model_repository.build(directory / "triton", installation)
+    triton_server.build(directory / "triton", installation)
     instance_id = secrets.token_hex(16)
     threads = config.runtime.threads or len(os.sched_getaffinity(0))
     log.event("runtime.launched", instance_id=instance_id)
     log_file, log_level = _output()
     return {
         **os.environ,
-        CONFIG_VARIABLE: str(config_path),
-        INSTANCE_VARIABLE: instance_id,
-        DIRECTORY_VARIABLE: str(directory),
-        SHM_VARIABLE: family + instance_id[:8],
-        SUPERVISOR_VARIABLE: str(os.getpid()),  # exec keeps it
-        "TIE_PYTHON": sys.executable,
-        "TIE_LOG_FILE": log_file,
-        "TIE_LOG_LEVEL": log_level,
-        model_repository.SITE_VARIABLE: model_repository.site_directories(),
+        environment.CONFIG: str(config_path),
+        environment.INSTANCE: instance_id,
+        environment.DIRECTORY: str(directory),
+        environment.SHM_PREFIX: family + instance_id[:8],
+        environment.SUPERVISOR: str(os.getpid()),  # exec keeps it
+        environment.PYTHON: sys.executable,
+        environment.LOG_FILE: log_file,
+        environment.LOG_LEVEL: log_level,
+        environment.SITE: triton_server.site_directories(),
         "LD_LIBRARY_PATH": os.pathsep.join(
             [*map(str, installation.libraries), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         ),

@@ -28,7 +28,6 @@ from tie.runtime.owner_client import Weights, attach
 from tie.runtime.request import Bounds, RequestRefusedError, check
 from tie.runtime.scheduler import Limits
 
-INSTANCE_VARIABLE: Final = "TIE_INSTANCE_ID"
 _WARM_S: Final = 120.0
 
 

@@ -20,11 +20,11 @@ from tie.daemon import log
 from tie.daemon.errors import TieError
 from tie.daemon.hardening import protect_process
 from tie.proto import runtime_pb2
+from tie.runtime import environment
 from tie.runtime.request import Request, RequestRefusedError, check
 from tie.runtime.responder import Responder, Stream
-from tie.runtime.service import INSTANCE_VARIABLE, RuntimeService
+from tie.runtime.service import RuntimeService
 
-CONFIG_VARIABLE: Final = "TIE_CONFIG"
 _EXIT_FAILED: Final = 70  # sysexits.h EX_SOFTWARE
 _FLUSH_S: Final = 1.0
 
@@ -43,10 +43,12 @@ class TritonPythonModel:
         protect_process()
         _follow_parent()
         _require_sound_numpy()
+        for region in environment.regions(os.environ[environment.SHM_PREFIX]):
+            region.chmod(0o600)  # Triton makes them readable by all; requests and answers pass through
         self._responder = Responder()
         try:
-            config = node_config.load(Path(os.environ[CONFIG_VARIABLE]))
-            self._service = RuntimeService(config, os.environ[INSTANCE_VARIABLE], on_failure=self._die)
+            config = node_config.load(Path(os.environ[environment.CONFIG]))
+            self._service = RuntimeService(config, os.environ[environment.INSTANCE], on_failure=self._die)
         except TieError as error:
             # Its message names files, sizes and codes: the operator needs it, and no request has been seen yet.
             log.failure("runtime.start-failed", error)
@@ -69,8 +71,10 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Ends the engine; Triton calls it when no request is in flight any more."""
+        log.event("runtime.stopping")
         self._service.close(drain_s=self._drain_s)
         self._responder.close(_FLUSH_S)
+        log.event("runtime.stopped")
 
     def _parse(self, tensor: Any) -> Request:
         message = runtime_pb2.GenerateRequest()

@@ -1,4 +1,4 @@
-"""A private model repository and backend directory for tritonserver, made afresh at each start.
+"""tritonserver: where it is installed, its private model repository and backend directory, its command line.
 
 site-packages may be read-only, and Triton wants the Python backend's stub beside the backend's library, so the pieces
 of the installed server are joined by symbolic links.
@@ -7,6 +7,7 @@ of the installed server are joined by symbolic links.
 import ctypes
 import importlib.util
 import os
+import secrets
 import shutil
 import site
 import sys
@@ -15,10 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tie.daemon.config import NodeConfig
 from tie.daemon.errors import ConfigError
+from tie.runtime import environment
 
-SITE_VARIABLE: Final = "TIE_SITE_DIRECTORIES"
 _PYTHON: Final = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+_CLOSED_PROTOCOLS: Final = (
+    "metadata",
+    "model-config",
+    "model-repository",
+    "shared-memory",
+    "statistics",
+    "trace",
+    "logging",
+)
 
 _MODEL_CONFIG: Final = """\
 name: "afm"
@@ -37,7 +49,7 @@ import site
 import sys
 
 known = sys.path[:]
-for directory in os.environ["{SITE_VARIABLE}"].split(os.pathsep):
+for directory in os.environ["{environment.SITE}"].split(os.pathsep):
     site.addsitedir(directory)
 # Before the system's own packages, which may hold another NumPy.
 sys.path.sort(key=lambda entry: entry in known and "-packages" in entry)
@@ -106,6 +118,36 @@ def build(directory: Path, installation: Installation) -> None:
         (backend / source.name).symlink_to(source)
 
 
+def command(config: NodeConfig, directory: Path) -> list[str]:
+    """The command line: gRPC on a Unix socket, for inference and health only.
+
+    Args:
+        config: the node's.
+        directory: the container's private one.
+    """
+    # gRPC appends the port to the path.
+    address, _, port = os.fspath(config.sockets.triton).rpartition(":")
+    # Protocols that need a header whose value nobody is told: closed.
+    token = secrets.token_hex(32)
+    return [
+        os.fspath(find_installation().server),
+        f"--model-repository={directory / 'triton' / 'models'}",
+        f"--backend-directory={directory / 'triton' / 'backends'}",
+        "--model-control-mode=none",
+        f"--grpc-address=unix:{address}",
+        f"--grpc-port={port}",
+        f"--grpc-restricted-protocol={','.join(_CLOSED_PROTOCOLS)}:closed={token}",
+        "--allow-http=false",
+        "--allow-metrics=false",
+        "--log-info=false",
+        "--log-verbose=0",
+        "--exit-timeout-secs=3",
+        "--pinned-memory-pool-byte-size=0",
+        f"--backend-config=python,shm-region-prefix-name={os.environ[environment.SHM_PREFIX]}",
+        f"--backend-config=python,stub-timeout-seconds={int(config.probe.start_deadline_s) + 30}",
+    ]
+
+
 def site_directories() -> str:
-    """For `SITE_VARIABLE`: where this interpreter finds its packages."""
+    """For `environment.SITE`: where this interpreter finds its packages."""
     return os.pathsep.join(path for path in site.getsitepackages() if Path(path).is_dir())
