@@ -79,3 +79,7 @@ def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, object]) 
     error = context.get("exception")
     if isinstance(error, BaseException):
         log.failure("app.task-failed", error)
+
+
+if __name__ == "__main__":
+    main()

@@ -207,8 +207,26 @@ async def test_an_abort_stops_the_generation(node, tokenizer):
         await job.send(app_pb2.AppIn(abort=app_pb2.Abort()))
         _, done = await job.outcome()
         assert done.status == app_pb2.STATUS_CANCELLED
+        assert done.finish[0].reason == app_pb2.FINISH_CANCELLED
+        assert done.usage.completion_tokens == len("first")
         assert await job.exit_code() == 0
         await asyncio.wait_for(runtime.cancelled.wait(), 5)
+
+
+async def test_a_request_that_the_node_ends_is_told_as_cancelled(node, tokenizer):
+    async def answer(request):
+        yield node.runtime.tokens(0, tokenizer.encode("ab"))
+        yield node.runtime.finished(0, runtime_pb2.REASON_CANCELLED, completion_tokens=2)
+
+    async with node.runtime.live() as runtime:
+        runtime.answer = answer
+        job = await node.start()
+        await job.ready()
+        await job.ask(request_pb2.InferenceRequest(prompt="x"))
+        texts, done = await job.outcome()
+        assert texts == {0: "ab"}
+        assert done.status == app_pb2.STATUS_CANCELLED
+        assert done.finish[0].reason == app_pb2.FINISH_CANCELLED
 
 
 async def test_the_runtime_s_death_in_mid_stream_is_told_within_two_seconds(node, tokenizer):
@@ -292,11 +310,15 @@ async def test_the_runtime_s_refusals_keep_their_meaning(node, code, status):
         assert done.detail == "said by the runtime"
 
 
-@pytest.mark.parametrize("misdeed", ["empty", "index", "after finish", "holds what was sent", "drops what was sent"])
+@pytest.mark.parametrize(
+    "misdeed", ["empty", "early end", "index", "after finish", "holds what was sent", "drops what was sent"]
+)
 async def test_a_runtime_that_breaks_its_contract_ends_the_request_as_internal(node, tokenizer, misdeed):
     async def answer(request):
         yield node.runtime.tokens(0, tokenizer.encode("abc"))
         match misdeed:
+            case "early end":
+                return
             case "empty":
                 yield runtime_pb2.GenerateEvent()
             case "index":
