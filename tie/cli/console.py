@@ -34,33 +34,35 @@ class Console:
         """A line that the daemon `name` wrote."""
         if self._quiet or not line:
             return
-        record = parse(line)
+        record = parse(line) or {"message": line}
         if self._json:
-            click.echo(json.dumps({"unit": name, **(record or {"message": printable(line)})}), err=True)
+            click.echo(json.dumps({"unit": name, **record}), err=True)
             return
         family = name.partition("@")[0]
         colour = self._colours.setdefault(family, _COLOURS[len(self._colours) % len(_COLOURS)])
-        text = readable(record) if record else printable(line)
-        click.echo(f"{click.style(f'{name:<{_NAME_WIDTH}}', fg=colour)} {text}", err=True)
+        click.echo(f"{click.style(f'{name:<{_NAME_WIDTH}}', fg=colour)} {readable(record)}", err=True)
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """A structured log line (tie.daemon.log), or None when it is something else."""
+    """A structured log line (tie.daemon.log, or what `--json-logs` makes of others), or None when it is none."""
     if not line.startswith("{"):
         return None
     try:
         record = json.loads(line)
     except json.JSONDecodeError:
         return None
-    return record if isinstance(record, dict) and "event" in record else None
+    return record if isinstance(record, dict) and ("event" in record or "message" in record) else None
 
 
 def readable(record: dict[str, Any]) -> str:
-    """A structured log line as one line for a person."""
+    """A structured log line as one line for a person; a plain message as itself."""
+    unit = f"{record['unit']:<{_NAME_WIDTH}} " if "unit" in record else ""
+    if "event" not in record:
+        return printable(f"{unit}{record['message']}")
     stamp = record.get("t")
     clock = time.strftime("%H:%M:%S", time.localtime(stamp)) if isinstance(stamp, int | float) else "        "
-    fields = " ".join(f"{key}={value}" for key, value in record.items() if key not in ("t", "event", "pid"))
-    return printable(f"{clock} {record['event']} {fields}".rstrip())
+    fields = " ".join(f"{key}={value}" for key, value in record.items() if key not in ("t", "event", "pid", "unit"))
+    return printable(f"{unit}{clock} {record['event']} {fields}".rstrip())
 
 
 def printable(text: str) -> str:

@@ -54,7 +54,8 @@ def demo(bundle: Path | None, overrides: tuple[str, ...]) -> int:
     except (TieError, psutil.Error, OSError, KeyboardInterrupt) as error:
         failure = error
         console.print(f"\n[red]the demonstration failed:[/] {error or type(error).__name__}")
-        console.print("\n".join(node.log_lines()[-_LOG_LINES:]), markup=False, style="dim")
+        for line in node.log_lines()[-_LOG_LINES:]:
+            click.secho(line, dim=True)
     left = node.stop()
     if left:
         console.print(f"[red]left running, and ended now: {', '.join(left)}[/]")
@@ -109,7 +110,7 @@ def _recycle(node: LocalNode, bundle: Bundle, console: Console) -> float:
     before = asyncio.run(node.status())
     owner = _only(node, "tie-model-owner")
     files = [bundle.path(name) for name in bundle.manifest.weights]
-    watch = evidence.WeightWatch(files)
+    watch = evidence.WeightWatch(bundle.directory, bundle.manifest.weights)
     console.print("[bold]recycling the runtime[/]")
     seconds = asyncio.run(_run_recycle(node, console))
     opens, reads = watch.count()

@@ -10,20 +10,27 @@ _EVENTS = inotify_simple.flags.OPEN | inotify_simple.flags.ACCESS
 
 
 class WeightWatch:
-    """Counts what anybody does to the weight files between its making and `count`."""
+    """Counts what anybody does to the weight files of a bundle between its making and `count`."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
+    def __init__(self, directory: Path, names: Iterable[str]) -> None:
+        """Begins to watch.
+
+        Args:
+            directory: the bundle's. It is watched, not the files: a file may be a hard link to one that others use.
+            names: of the weight files in it.
+        """
+        self._names = set(names)
         self._inotify = inotify_simple.INotify()
-        for file in files:
-            self._inotify.add_watch(file, _EVENTS)
+        self._inotify.add_watch(directory, _EVENTS)
 
     def count(self) -> tuple[int, int]:
         """How often a file was opened and read from so far; ends the watch."""
         opens = reads = 0
         with self._inotify as inotify:
             for event in inotify.read(timeout=0):
-                opens += bool(event.mask & inotify_simple.flags.OPEN)
-                reads += bool(event.mask & inotify_simple.flags.ACCESS)
+                if event.name in self._names:
+                    opens += bool(event.mask & inotify_simple.flags.OPEN)
+                    reads += bool(event.mask & inotify_simple.flags.ACCESS)
         return opens, reads
 
 
