@@ -1,4 +1,4 @@
-"""A node's edge with a real key protection service, CloudBoard, jobhelpers and clients. The app alone is played, at app.sock.
+"""A node's edge: real key protection service, CloudBoard, jobhelpers and clients. The app alone is played, at app.sock.
 
 Jobhelpers are real processes, one for each connection, started as a socket unit with Accept=yes would.
 """
@@ -250,5 +250,3 @@ async def make_edge() -> AsyncIterator[Callable[..., Awaitable[Edge]]]:
 async def edge(make_edge: Callable[..., Awaitable[Edge]]) -> Edge:
     """An edge whose node is available, with one pair standing by."""
     return await make_edge()
-
-
