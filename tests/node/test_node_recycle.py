@@ -1,0 +1,94 @@
+"""Recycling: requests in flight finish, new ones are refused, and the weights stay where they are."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tie.assets.bundle import open_bundle
+from tie.cli import control
+from tie.cli.evidence import WeightWatch, identity
+from tie.device.errors import NodeBusyError
+from tie.proto import control_pb2
+
+pytestmark = pytest.mark.node
+RECYCLE_S = 120.0
+QUESTION = [{"role": "user", "content": "Tell me about rivers."}]
+
+
+async def recycle(node, states):
+    """Runs a recycle to its end and notes the states on the way."""
+    request = control_pb2.RecycleRequest(reason="operator")
+    async with control.connected(node.run_dir) as connection:
+        async for progress in connection.node.Recycle(request, timeout=RECYCLE_S):
+            states.append(progress.state)
+            if progress.finished:
+                return progress
+    raise AssertionError("the progress ended early")
+
+
+async def reached(states, state):
+    async with asyncio.timeout(30):
+        while state not in states:
+            await asyncio.sleep(0.02)
+
+
+async def test_in_flight_finishes_and_new_requests_are_refused_unopened(node, client, model):
+    answer = await client.chat(QUESTION, model=model, max_tokens=200, ignore_eos=True)
+    await anext(aiter(answer))
+    states = []
+    recycling = asyncio.create_task(recycle(node, states))
+    await reached(states, control_pb2.STATE_DRAINING)
+    begin = len(node.log_text())
+    with pytest.raises(NodeBusyError):
+        await client.chat(QUESTION, model=model)
+    assert "app.done" not in node.log_text()[begin:]
+    async with asyncio.timeout(60):
+        result = await answer.result()
+    assert (result.finish, result.completion_tokens) == (("length",), 200)
+    progress = await recycling
+    assert progress.error == ""
+    assert control_pb2.STATE_RECYCLING in states
+    await node.wait_for(control_pb2.STATE_AVAILABLE, RECYCLE_S)
+    again = await client.chat(QUESTION, model=model, max_tokens=4)
+    assert (await again.result()).text
+
+
+async def test_a_recycle_reads_no_weights(node, client, model):
+    bundle = open_bundle(Path(node.config.model.bundle))
+    greedy = {"model": model, "max_tokens": 16, "temperature": 0.0}
+    before_text = (await (await client.chat(QUESTION, **greedy)).result()).text
+    before = await node.status()
+    owners = [identity(process) for process in node.find("tie-model-owner")]
+    watch = WeightWatch(bundle.directory, bundle.manifest.weights)
+    progress = await recycle(node, [])
+    assert watch.count() == (0, 0)
+    await node.wait_for(control_pb2.STATE_AVAILABLE, RECYCLE_S)
+    after = await node.status()
+    assert progress.old_instance_id == before.runtime.instance_id != after.runtime.instance_id
+    assert [identity(process) for process in node.find("tie-model-owner")] == owners
+    assert after.owner.owner_instance == before.owner.owner_instance
+    assert after.owner.weight_bytes_read == before.owner.weight_bytes_read > 0
+    assert after.owner.attaches == before.owner.attaches + 1
+    assert after.runtime.weight_file_bytes_read == 0
+    assert (await (await client.chat(QUESTION, **greedy)).result()).text == before_text
+
+
+async def test_the_watch_on_the_weights_sees_a_reader(node):
+    bundle = open_bundle(Path(node.config.model.bundle))
+    watch = WeightWatch(bundle.directory, bundle.manifest.weights)
+    with bundle.path(bundle.manifest.weights[0]).open("rb") as file:
+        file.read(4096)
+    opens, reads = watch.count()
+    assert (opens, reads > 0) == (1, True)
+
+
+async def test_maintenance_withdraws_the_node_until_it_is_switched_off(node, client, model):
+    async with control.connected(node.run_dir) as connection:
+        await connection.node.SetMaintenance(control_pb2.SetMaintenanceRequest(on=True), timeout=10)
+    await node.wait_for(control_pb2.STATE_MAINTENANCE, RECYCLE_S)
+    with pytest.raises(NodeBusyError):
+        await client.chat(QUESTION, model=model)
+    async with control.connected(node.run_dir) as connection:
+        await connection.node.SetMaintenance(control_pb2.SetMaintenanceRequest(on=False), timeout=10)
+    await node.wait_for(control_pb2.STATE_AVAILABLE, RECYCLE_S)
