@@ -80,9 +80,12 @@ def build(
     for name in _SAMPLING:
         if name in values:
             setattr(request.sampling, name, values[name])
-    request.sampling.logit_bias.update(options.get("logit_bias", {}))
-    request.sampling.allowed_token_ids.extend(options.get("allowed_token_ids", ()))
-    request.sampling.bad_token_ids.extend(options.get("bad_token_ids", ()))
+    if "logit_bias" in options:
+        request.sampling.logit_bias.update(options["logit_bias"])
+    if "allowed_token_ids" in options:
+        request.sampling.allowed_token_ids.extend(options["allowed_token_ids"])
+    if "bad_token_ids" in options:
+        request.sampling.bad_token_ids.extend(options["bad_token_ids"])
     stop = options.get("stop", ())
     request.stop.extend([stop] if isinstance(stop, str) else stop)
     request.tools.extend(options.get("tools", ()))

@@ -4,7 +4,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from tie.daemon.errors import ConfigError
+from tie.daemon.errors import ConfigError, ProtocolError
+from tie.daemon.frames import parse
 from tie.device.errors import UnreachableError
 from tie.envelope import statement
 from tie.envelope.statement import STATEMENT_KEY_BYTES, NodeKey
@@ -57,11 +58,11 @@ class Trust:
 
         Raises:
             StatementError: it is not to be believed.
+            UnreachableError: it is no statement.
         """
-        message = kps_pb2.KeyStatement()
         try:
-            message.ParseFromString(received)
-        except ValueError:
+            message = parse(received, kps_pb2.KeyStatement)
+        except ProtocolError:
             raise UnreachableError("the address answers, but not as a node's ingress") from None
         self._node = statement.verify(message, self.pinned or b"", now=time.time())
         return self._node

@@ -1,0 +1,67 @@
+"""Which node a device believes."""
+
+import time
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from tie.daemon.errors import ConfigError, PeerError
+from tie.device import Client
+from tie.device.trust import Trust
+from tie.envelope import statement
+from tie.envelope.sealing import PrivateKey
+from tie.envelope.statement import StatementError
+
+SIGNER = Ed25519PrivateKey.generate()
+PINNED = SIGNER.public_key().public_bytes_raw()
+KEY = PrivateKey.generate().public
+
+
+def signed(lifetime: int = 3600) -> bytes:
+    now = int(time.time())
+    return statement.sign(SIGNER, "node-0", KEY, not_before=now, not_after=now + lifetime).SerializeToString()
+
+
+def test_a_statement_is_kept_while_it_holds() -> None:
+    trust = Trust(PINNED, trust_on_first_use=False)
+    assert trust.node is None
+    assert trust.accept(signed()) == trust.node
+    trust.forget()
+    assert trust.node is None
+    trust.accept(signed(lifetime=20))  # good, and so nearly over that the next request asks again
+    assert trust.node is None
+
+
+def test_nothing_is_trusted_unasked() -> None:
+    with pytest.raises(ConfigError, match="no statement key"):
+        Trust(None, trust_on_first_use=False)
+    trust = Trust(None, trust_on_first_use=True)
+    with pytest.raises(StatementError):
+        trust.accept(signed())
+    with pytest.raises(PeerError):
+        trust.pin(b"short")
+    trust.pin(PINNED)
+    assert trust.accept(signed()).node_id == "node-0"
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xff", b"<html>", signed()[:-1]])
+def test_bytes_that_are_no_statement(data: bytes) -> None:
+    with pytest.raises((PeerError, StatementError)):
+        Trust(PINNED, trust_on_first_use=False).accept(data)
+
+
+def test_key_files(tmp_path) -> None:
+    path = tmp_path / "statement.pub"
+    with pytest.raises(ConfigError, match="cannot read"):
+        Trust(path, trust_on_first_use=False)
+    path.write_bytes(b"x" * 31)
+    with pytest.raises(ConfigError, match="31 bytes"):
+        Trust(str(path), trust_on_first_use=False)
+    path.write_bytes(PINNED)
+    assert Trust(path, trust_on_first_use=False).pinned == PINNED
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8443", "ftp://host", "http://", "http://[::1", "unix:/x"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(ConfigError, match="address"):
+        Client(url, PINNED)
