@@ -89,7 +89,9 @@ class Choice:
         # A token that ends the answer is no part of it, unless asked for.
         shown = not ended or self._request.include_stop
         match = self._stops.feed(self._decoder.feed(token)) if shown else None
-        tokens = self._tokens(token, sampled) if shown else None
+        # With the stop string complete, what will be dropped must not leave with the token that completed it.
+        hold = match.drop_bytes if match else self._stops.hold_bytes
+        tokens = self._tokens(token, sampled, hold) if shown else None
         if match:
             return Outcome(tokens, self.finished(runtime_pb2.REASON_STOP_STRING, drop_bytes=match.drop_bytes))
         if ended or (self._grammar and self._grammar.complete):
@@ -108,8 +110,8 @@ class Choice:
             completion_tokens=len(self.sequence.output),
         )
 
-    def _tokens(self, token: int, sampled: Sampled) -> runtime_pb2.Tokens:
-        tokens = runtime_pb2.Tokens(index=self.index, token_ids=[token], hold_bytes=self._stops.hold_bytes)
+    def _tokens(self, token: int, sampled: Sampled, hold_bytes: int) -> runtime_pb2.Tokens:
+        tokens = runtime_pb2.Tokens(index=self.index, token_ids=[token], hold_bytes=hold_bytes)
         if self._request.logprobs is not None:
             tokens.logprobs.add(logprob=sampled.logprob, top_ids=sampled.top_ids, top_logprobs=sampled.top_logprobs)
         return tokens

@@ -36,8 +36,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         self._include = include_stop
-        self._hold = 0
-        self._fed = 0  # characters
+        self._held = ""
         self._automaton: ahocorasick.Automaton | None = None
         if stops:
             words = {stop[:length]: False for stop in stops for length in range(1, len(stop) + 1)}
@@ -46,27 +45,26 @@ class StopMatcher:
             for word, complete in words.items():
                 self._automaton.add_word(word, (word, complete))
             self._automaton.make_automaton()
-            self._search = self._automaton.iter("")
 
     @property
     def hold_bytes(self) -> int:
-        """UTF-8 bytes at the end of the text fed so far that could still become a stop string, or are to be dropped."""
-        return self._hold
+        """UTF-8 bytes at the end of the text fed so far that could still become a stop string."""
+        return len(self._held.encode())
 
     def feed(self, text: str) -> StopMatch | None:
         """Continues the text; says whether a stop string is complete now."""
         if self._automaton is None or not text:
             return None
-        self._search.set(text)  # keeps the automaton's state and the count of characters
-        start, self._fed = self._fed, self._fed + len(text)
+        # What is held back is all of the former text that still matters: it is the automaton's state, spelled out. (The
+        # library can keep the state itself, but `set` of its iterator reads freed memory as of 2.3.1.)
+        window = self._held + text
         held = ""
-        for end, (word, complete) in self._search:
+        for end, (word, complete) in self._automaton.iter(window):
             if complete:
-                after = text[end + 1 - start :]
-                self._hold = len((after if self._include else word + after).encode())
-                return StopMatch(self._hold)
+                after = window[end + 1 :]
+                return StopMatch(len((after if self._include else word + after).encode()))
             # Longest first at each position, so the first word that ends at the last character is the longest.
-            if end == self._fed - 1 and not held:
+            if end == len(window) - 1 and not held:
                 held = word
-        self._hold = len(held.encode())
+        self._held = held
         return None
