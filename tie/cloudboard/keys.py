@@ -39,8 +39,8 @@ def create_node_keys(config: NodeConfig) -> None:
         if not statement.exists():
             with Secret(Ed25519PrivateKey.generate().private_bytes_raw()) as seed:
                 _write(statement, seed.reveal(), 0o600)
-        _write(public_path(binding), read_binding_key(config).public.raw, 0o644)
-        _write(public_path(statement), read_statement_key(config).public_key().public_bytes_raw(), 0o644)
+        _write_public(binding, read_binding_key(config).public.raw)
+        _write_public(statement, read_statement_key(config).public_key().public_bytes_raw())
     except OSError as error:
         raise ConfigError(f"cannot write the keys in {binding.parent}: {error.strerror}") from error
 
@@ -95,6 +95,13 @@ def _read(path: Path) -> Secret:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}", hint="`tie up` and the install make the node's keys"
         ) from error
+
+
+def _write_public(private: Path, data: bytes) -> None:
+    # Left alone where it is right: a replaced file would leave a sandbox's bind mount on the old one.
+    path = public_path(private)
+    if not path.is_file() or path.read_bytes() != data:
+        _write(path, data, 0o644)
 
 
 def _write(path: Path, data: bytes | bytearray, mode: int) -> None:
