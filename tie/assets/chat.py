@@ -1,18 +1,13 @@
 """Chat templates: messages to token ids, as Hugging Face's `apply_chat_template` does, without forged control tokens.
 
-A template is Jinja from the bundle, run in Jinja's immutable sandbox. What a user wrote must never become a control
-token (`<|im_end|>`), so every control token inside the messages is put between marks before rendering: a string of
-private-use characters, drawn at random for each rendering, which no text can contain by accident or on purpose. A text
-that begins or ends with a part of a control token, or is one, gets a mark there, lest a neighbour complete it. After rendering,
-control tokens outside marks are the template's own; all between them is encoded as plain text.
+A template is Jinja from the bundle, run in Jinja's immutable sandbox; tie.assets.marking keeps what users wrote from
+becoming control tokens.
 """
 
 import datetime as dt
 import json
-import re
-import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NoReturn, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NoReturn, get_args
 
 import jinja2
 import jinja2.ext
@@ -23,11 +18,9 @@ import msgspec
 
 from tie.assets.bundle import Bundle
 from tie.assets.manifest import CHAT_TEMPLATE_FILE, TokenizerInfo
+from tie.assets.marking import Marker
 from tie.assets.tokenizer import Tokenizer, load_tokenizer
 from tie.daemon.errors import BundleError, UserError
-
-_MARK_LENGTH: Final = 12  # of 6400 private-use characters: over 150 random bits
-_PRIVATE_USE: Final = range(0xE000, 0xF900)
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -75,15 +68,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise BundleError(f"{CHAT_TEMPLATE_FILE} is no valid template") from error
-        self._tokenizer = tokenizer
+        self._marker = Marker(tokenizer)
         self._special_tokens = info.special_tokens
-        # Longest first: a token takes priority over one that it contains.
-        longest_first = sorted(tokenizer.control_tokens, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._starts = frozenset(token[:cut] for token in longest_first for cut in range(1, len(token)))
-        self._ends = frozenset(token[cut:] for token in longest_first for cut in range(1, len(token)))
-        self._tokens = longest_first
-        self._longest = max(map(len, longest_first), default=0)
 
     @classmethod
     def load(cls, bundle: Bundle, tokenizer: Tokenizer | None = None) -> "ChatTemplate":
@@ -118,26 +104,39 @@ class ChatTemplate:
         """
         if any(message.role not in get_args(Role) for message in messages):
             raise ChatError("a message has an unknown role", hint=f"roles are {', '.join(get_args(Role))}")
-        values: dict[str, Any] = {"messages": [_plain(message) for message in messages], "tools": list(tools) or None}
-        mark = "".join(chr(secrets.choice(_PRIVATE_USE)) for _ in range(_MARK_LENGTH))
-        marked = _map_strings(values, lambda text: self._marked(text, mark))
-        if marked == values:
-            return self._tokenizer.encode(self._render(values, add_generation_prompt), special=True)
-        rendered = self._render(marked, add_generation_prompt)
-        # A template that asks tojson for ASCII writes the marks as escapes.
-        rendered = rendered.replace(json.dumps(mark)[1:-1], mark)
-        return self._encode_marked(rendered, mark)
+        mark = self._marker.new_mark()
+        values = {
+            "messages": [self._marked(message, mark) for message in messages],
+            "tools": self._marker.mark_tree(tools, mark) or None,
+        }
+        return self._marker.encode(self._render(values, add_generation_prompt), mark)
 
-    def _marked(self, text: str, mark: str) -> str:
-        core = text.strip()  # templates trim; a mark outside the spaces would hinder them
-        if not core:
-            return text
-        lengths = range(1, min(self._longest, len(core) + 1))
-        inside = any(core in token for token in self._tokens)
-        before = mark if inside or any(core[:length] in self._ends for length in lengths) else ""
-        after = mark if inside or any(core[-length:] in self._starts for length in lengths) else ""
-        inner = self._control.sub(lambda found: f"{mark}{found[0]}{mark}", core)
-        return text.replace(core, f"{before}{inner}{after}", 1) if before or after or inner != core else text
+    def _marked(self, message: ChatMessage, mark: str) -> dict[str, Any]:
+        """The message as templates expect it: plain values, absent where there is nothing to say; marked."""
+
+        def text(value: str) -> str:
+            return self._marker.mark(value, mark, words=True)
+
+        def part(value: Mapping[str, str]) -> dict[str, str]:
+            return {key: text(item) if key == "text" else item for key, item in value.items()}
+
+        content = message.content
+        plain: dict[str, Any] = {
+            "role": message.role,
+            "content": text(content) if isinstance(content, str) else [part(value) for value in content],
+        }
+        if message.tool_calls:
+            calls: list[dict[str, Any]] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                | ({"id": call.id} if call.id else {})
+                for call in message.tool_calls
+            ]
+            plain["tool_calls"] = self._marker.mark_tree(calls, mark)
+        if message.tool_call_id:
+            plain["tool_call_id"] = text(message.tool_call_id)
+        if message.name:
+            plain["name"] = text(message.name)
+        return plain
 
     def _render(self, values: Mapping[str, Any], add_generation_prompt: bool) -> str:  # noqa: FBT001 (private)
         try:
@@ -149,58 +148,6 @@ class ChatTemplate:
                 "the model's chat template refuses these messages",
                 hint="check the order of roles, and whether this model takes system messages, tools or images",
             ) from None
-
-    def _encode_marked(self, rendered: str, mark: str) -> list[int]:
-        """Control tokens outside marks by id; the text between them, without the marks, as plain text."""
-        ids: list[int] = []
-        plain: list[str] = []
-
-        def flush() -> None:
-            if text := "".join(plain):
-                ids.extend(self._tokenizer.encode(text))
-            plain.clear()
-
-        # A template's string methods can part the two marks of a token: a lone mark just breaks the text.
-        quoted = re.compile(f"{mark}(?P<user>{self._control.pattern}){mark}|{mark}|(?P<own>{self._control.pattern})")
-        position = 0
-        for found in quoted.finditer(rendered):
-            plain.append(rendered[position : found.start()])
-            position = found.end()
-            if found["own"] is not None:
-                flush()
-                ids.append(self._tokenizer.control_tokens[found["own"]])
-            elif found["user"] is not None:
-                plain.append(found["user"])
-        plain.append(rendered[position:])
-        flush()
-        return ids
-
-
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    """The message as templates expect it: plain values, absent where there is nothing to say."""
-    content = message.content if isinstance(message.content, str) else [dict(part) for part in message.content]
-    plain: dict[str, Any] = {"role": message.role, "content": content}
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            | ({"id": call.id} if call.id else {})
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        plain["tool_call_id"] = message.tool_call_id
-    if message.name:
-        plain["name"] = message.name
-    return plain
-
-
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(key): _map_strings(item, change) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_map_strings(item, change) for item in value]
-    return value
 
 
 class _Generation(jinja2.ext.Extension):
