@@ -32,6 +32,7 @@ class Runtime:
     running: int
     uptime_s: float
     owner_generation: int
+    may_heal: bool = False  # in error for a failed canary only: the next one may pass
 
     @property
     def in_error(self) -> bool:
@@ -104,6 +105,7 @@ def runtime_of(message: probe_pb2.RuntimeStatus) -> Runtime:
         running=message.running + message.waiting,
         uptime_s=message.uptime_s,
         owner_generation=message.owner_generation,
+        may_heal=bool(message.reasons) and all(reason.startswith("canary-") for reason in message.reasons),
     )
 
 

@@ -2,7 +2,8 @@
 
 - The timer: always, once for each runtime.
 - The owner is another one than the runtime attached to: the runtime has to attach again.
-- The runtime says that it has failed: at once. A runtime that was to go and did not, or that does not come up: again.
+- The runtime says that it has failed: at once; after the grace where only a canary failed, for the next one may pass.
+- A runtime that was to go and did not, or that does not come up: again.
 - The hardware is unavailable: once, after the grace; letting go of a GPU is what its reset needs, and twice is no help.
 - The hardware's action is a recycle: once for each time it is asked.
 - A peer that is merely gone (gpuhealthd, owner, CloudBoard) is no reason: it comes back by itself.
@@ -26,7 +27,7 @@ class Patience:
     """How long an error may last before a recycle is tried.
 
     Attributes:
-        grace_s: for hardware.
+        grace_s: for hardware, and for a canary that failed.
         runtime_s: for a runtime that is there and does not become ready.
     """
 
@@ -76,11 +77,12 @@ class Triggers:
             return ERROR
         if state is not State.ERROR or runtime is None:
             return None
-        if runtime.in_error or runtime.instance_id == memory.stale_instance:
+        patient = state_age_s < self._patience.grace_s
+        if runtime.instance_id == memory.stale_instance or (runtime.in_error and not (runtime.may_heal and patient)):
             return ERROR
         if not runtime.ready and state_age_s >= self._patience.runtime_s:
             return ERROR
-        if gpu is not None and not gpu.fit and not self._gpu_tried and state_age_s >= self._patience.grace_s:
+        if gpu is not None and not gpu.fit and not self._gpu_tried and not patient:
             self._gpu_tried = True
             return ERROR
         return None

@@ -189,11 +189,29 @@ async def test_the_timer_recycles_each_runtime(make_node: Any) -> None:
 
 
 async def test_a_runtime_in_error_is_recycled_at_once(node: Any) -> None:
-    node.probe.change(state=probe_pb2.STATE_IN_ERROR, reasons=["canary-timeout"])
+    node.probe.change(state=probe_pb2.STATE_IN_ERROR, reasons=["engine-gone"])
     status = await node.until(lambda status: status.state == AVAILABLE and status.recycles == 1)
     assert status.last_recycle_reason == "error"
     assert states(status)[-4:] == ["error", "draining", "recycling", "available"]
     assert node.probe.recycles[0].reason == "error"
+
+
+async def test_one_canary_that_fails_costs_no_recycle(make_node: Any) -> None:
+    node = make_node(error_grace_s=20.0)
+    await node.start()
+    await node.until_available()
+    node.probe.change(state=probe_pb2.STATE_IN_ERROR, reasons=["canary-timeout"])
+    await node.until_state(ERROR)
+    node.probe.status.ClearField("reasons")
+    node.probe.change(state=probe_pb2.STATE_READY)
+    await node.until_available()
+    assert not node.probe.recycles
+
+
+async def test_canaries_that_go_on_failing_do(node: Any) -> None:
+    node.probe.change(state=probe_pb2.STATE_IN_ERROR, reasons=["canary-timeout"])
+    status = await node.until(lambda status: status.state == AVAILABLE and status.recycles == 1)
+    assert status.last_recycle_reason == "error"
 
 
 async def test_repeated_errors_do_not_loop(make_node: Any) -> None:

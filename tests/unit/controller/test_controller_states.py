@@ -233,6 +233,13 @@ def test_a_runtime_in_error_goes_at_once_and_then_with_pauses() -> None:
     assert clock.wanted(31.0, IN_ERROR) == triggers.ERROR
 
 
+def test_a_failed_canary_has_its_grace() -> None:
+    clock = Clock()
+    failed = replace(IN_ERROR, runtime=replace(IN_ERROR.runtime, may_heal=True))
+    assert clock.wanted(1.0, failed, age=4.9) is None
+    assert clock.wanted(1.0, failed, age=5.0) == triggers.ERROR
+
+
 def test_unfit_hardware_is_worth_one_recycle_after_the_grace() -> None:
     clock = Clock()
     assert clock.wanted(1.0, UNFIT, age=4.9) is None
