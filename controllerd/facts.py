@@ -47,6 +47,7 @@ class Gpu:
     fit: bool
     fresh: bool
     advises_recycle: bool
+    starting: bool = False  # not fit only because gpuhealthd has not looked yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,7 @@ def gpu_of(message: gpuhealth_pb2.NodeVerdict, stale_after_s: float) -> Gpu:
         fit=message.verdict in _FIT,
         fresh=0.0 <= message.age_s <= stale_after_s,
         advises_recycle=message.action == gpuhealth_pb2.ACTION_RECYCLE_RUNTIME,
+        starting=list(message.reasons) == ["probe-starting"],
     )
 
 

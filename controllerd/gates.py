@@ -80,6 +80,8 @@ def assess(facts: Facts, memory: Memory) -> Readiness:
         reasons.append("fresh-runtime-deadline")
     if facts.gpu is None:
         reasons.append("gpuhealthd-gone")
+    elif facts.gpu.starting:
+        reasons.append("gpu-starting")
     elif not facts.gpu.fit:
         reasons.append("gpu-unavailable")
         broken = broken or reasons[-1]

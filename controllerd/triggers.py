@@ -82,7 +82,8 @@ class Triggers:
             return ERROR
         if not runtime.ready and state_age_s >= self._patience.runtime_s:
             return ERROR
-        if gpu is not None and not gpu.fit and not self._gpu_tried and not patient:
+        unfit = gpu is not None and not gpu.fit and not gpu.starting
+        if unfit and not self._gpu_tried and not patient:
             self._gpu_tried = True
             return ERROR
         return None

@@ -84,6 +84,16 @@ async def test_one_gate_shut_keeps_the_node_from_starting(make_node: Any, change
     assert cloudboard_pb2.STATE_AVAILABLE not in {report.state for report in node.cloudboard.reports}
 
 
+async def test_hardware_that_has_not_been_looked_at_is_no_error(make_node: Any) -> None:
+    node = make_node()
+    node.gpu.change(verdict=gpuhealth_pb2.VERDICT_UNAVAILABLE, reasons=["probe-starting"], age_s=-1.0)
+    await node.start()
+    await node.until(lambda status: list(status.reasons) == ["gpu-starting"])
+    node.gpu.change(verdict=gpuhealth_pb2.VERDICT_HEALTHY)
+    status = await node.until_available()
+    assert states(status) == ["available"]
+
+
 async def test_degraded_hardware_serves(make_node: Any) -> None:
     node = make_node()
     node.gpu.change(verdict=gpuhealth_pb2.VERDICT_DEGRADED)

@@ -94,10 +94,18 @@ runtimes = st.one_of(
         owner_generation=st.integers(0, 2),
     ).map(lambda runtime: replace(runtime, ready=runtime.state == "ready")),
 )
+gpus = st.sampled_from(
+    [
+        Gpu(fit=True, fresh=True, advises_recycle=False),
+        Gpu(fit=True, fresh=False, advises_recycle=True),
+        Gpu(fit=False, fresh=True, advises_recycle=True),
+        Gpu(fit=False, fresh=False, advises_recycle=False, starting=True),
+    ]
+)
 facts_strategy = st.builds(
     Facts,
     runtime=runtimes,
-    gpu=st.one_of(st.none(), st.builds(Gpu, st.booleans(), st.booleans(), st.booleans())),
+    gpu=st.one_of(st.none(), gpus),
     owner=st.one_of(
         st.none(), st.builds(Owner, st.just("o"), st.just(1), st.sampled_from(["loading", "ready", "failed"]))
     ),
