@@ -150,7 +150,7 @@ def _texts(*values: str) -> None:
 
 def _codes(values: Iterable[str]) -> None:
     listed = list(values)
-    if len(listed) > _MAX_CODES or any(value and not _CODE.fullmatch(value[:_MAX_TEXT]) for value in listed):
+    if len(listed) > _MAX_CODES or any(value and not (len(value) <= 64 and _CODE.fullmatch(value)) for value in listed):
         raise ProtocolError("impossible code")
 
 
