@@ -20,6 +20,7 @@ from tie.proto import owner_pb2
 NO_BUNDLE: Final = "no-bundle"
 BUNDLE_INVALID: Final = "bundle-invalid"
 UNKNOWN_LAYOUT: Final = "unknown-layout"
+STOPPING: Final = "stopping"
 INTERNAL: Final = "internal"
 
 
@@ -81,6 +82,8 @@ class Weights:
         if layout_id not in LAYOUTS:
             return Failure(UNKNOWN_LAYOUT)
         with self._lock:
+            if self._cancelled.is_set():
+                return Failure(STOPPING)
             present = self._layouts.get(layout_id)
             if present is None:
                 present = self._layouts[layout_id] = Progress(0, self._weight_bytes())
@@ -146,7 +149,7 @@ class Weights:
             for item in self._layouts.values():
                 if isinstance(item, PackedWeights):
                     item.close()
-            self._layouts = dict.fromkeys(self._layouts, Failure("stopping"))
+            self._layouts = dict.fromkeys(self._layouts, Failure(STOPPING))
 
     def _load(self, layout_id: str) -> None:
         started = time.monotonic()
@@ -158,7 +161,7 @@ class Weights:
                 bundle, layout_id, on_read=lambda count: self._advance(layout_id, count), cancelled=self._cancelled
             )
         except CancelledError:
-            result = Failure("stopping")
+            result = Failure(STOPPING)
         except BundleError as error:
             result = self._failure(error, NO_BUNDLE if self._bundle is None else BUNDLE_INVALID, layout_id)
         except ArenaError as error:

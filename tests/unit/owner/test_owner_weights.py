@@ -1,0 +1,129 @@
+"""The owner's state: loading, ready, failed; layouts on demand."""
+
+import threading
+import time
+
+import pytest
+
+from model_owner import weights as module
+from model_owner.arena import ArenaError
+from model_owner.loader import PackedWeights
+from model_owner.weights import Failure, Progress, Weights
+from tie.daemon.errors import BundleError
+from tie.proto import owner_pb2
+
+
+def _settled(weights, layout_id, deadline=30.0):
+    end = time.monotonic() + deadline
+    while isinstance(found := weights.get(layout_id), Progress):
+        assert time.monotonic() < end, "the load does not end"
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def closing():
+    made = []
+    yield made.append
+    for weights in made:
+        weights.close()
+
+
+def test_ready(sample, closing):
+    weights = Weights(str(sample.directory), "torch-cpu-bf16")
+    closing(weights)
+    packed = _settled(weights, "torch-cpu-bf16")
+    assert isinstance(packed, PackedWeights)
+    status = weights.status()
+    assert status.state == owner_pb2.STATE_READY
+    assert (status.model, status.release) == (sample.manifest.model, sample.manifest.release)
+    assert (status.loads, status.generation, list(status.layouts)) == (1, 1, ["torch-cpu-bf16"])
+    assert status.weight_bytes_read == sample.manifest.files["model.safetensors"].bytes
+    assert status.arena_bytes == packed.arena.size
+    assert status.progress_total == 0
+    assert weights.get("torch-cpu-bf16") is packed, "asking again loads nothing"
+    assert weights.opened().manifest == sample.manifest
+
+
+def test_another_layout_on_demand_keeps_the_generation(sample, closing):
+    weights = Weights(str(sample.directory), "torch-cpu-bf16")
+    closing(weights)
+    _settled(weights, "torch-cpu-bf16")
+    assert isinstance(weights.get("torch-cpu-f32"), Progress)
+    assert isinstance(_settled(weights, "torch-cpu-f32"), PackedWeights)
+    status = weights.status()
+    assert (status.loads, status.generation) == (2, 1)
+    assert list(status.layouts) == ["torch-cpu-bf16", "torch-cpu-f32"]
+
+
+def test_unknown_layout(sample, closing):
+    weights = Weights(str(sample.directory), "torch-cpu-bf16")
+    closing(weights)
+    assert weights.get("torch-tpu-f8") == Failure("unknown-layout")
+
+
+@pytest.mark.parametrize(("path", "code"), [("", "no-bundle"), ("/does/not/exist", "no-bundle")])
+def test_no_bundle(closing, path, code):
+    weights = Weights(path, "torch-cpu-bf16")
+    closing(weights)
+    assert _settled(weights, "torch-cpu-bf16") == Failure(code)
+    status = weights.status()
+    assert (status.state, status.error) == (owner_pb2.STATE_FAILED, code)
+    with pytest.raises(BundleError):
+        weights.opened()
+
+
+def test_damaged_bundle(own_sample, closing):
+    file = own_sample / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    weights = Weights(str(own_sample), "torch-cpu-bf16")
+    closing(weights)
+    assert _settled(weights, "torch-cpu-bf16") == Failure("bundle-invalid")
+
+
+def test_no_gpu_is_said_and_the_cpu_layout_still_served(sample, closing, monkeypatch):
+    pack = module.pack
+
+    def without_gpu(bundle, layout_id, **options):
+        if "cuda" in layout_id:
+            raise ArenaError("there is no usable GPU", code="no-gpu")
+        return pack(bundle, layout_id, **options)
+
+    monkeypatch.setattr(module, "pack", without_gpu)
+    weights = Weights(str(sample.directory), "torch-cpu-bf16")
+    closing(weights)
+    assert isinstance(_settled(weights, "torch-cpu-bf16"), PackedWeights)
+    assert _settled(weights, "torch-cuda-bf16") == Failure("no-gpu")
+    assert weights.status().state == owner_pb2.STATE_READY
+
+
+def test_an_unforeseen_error_leaves_the_owner_answerable(sample, closing, monkeypatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "pack", broken)
+    weights = Weights(str(sample.directory), "torch-cpu-bf16")
+    closing(weights)
+    assert _settled(weights, "torch-cpu-bf16") == Failure("internal")
+
+
+def test_progress_and_close_in_the_middle(sample, monkeypatch):
+    inside, seen = threading.Event(), []
+
+    def slow(bundle, layout_id, *, on_read, cancelled):
+        on_read(10)
+        inside.set()
+        assert cancelled.wait(30)
+        raise module.CancelledError("shutting down")
+
+    monkeypatch.setattr(module, "pack", slow)
+    weights = Weights(str(sample.directory), "torch-cpu-bf16")
+    assert inside.wait(30)
+    seen.append(weights.get("torch-cpu-bf16"))
+    status = weights.status()
+    weights.close()
+    total = sample.manifest.files["model.safetensors"].bytes
+    assert seen == [Progress(10, total)]
+    assert (status.state, status.progress_bytes, status.progress_total) == (owner_pb2.STATE_LOADING, 10, total)
+    assert weights.get("torch-cpu-bf16") == Failure("stopping")
+    assert weights.get("torch-cpu-f32") == Failure("stopping"), "no load starts after the end"
