@@ -84,7 +84,9 @@ class CpuArena:
         """See `Arena`: a window on the mapping itself, nothing is copied."""
         if self._mapping is None:
             raise ValueError("the arena is sealed")
-        yield memoryview(self._mapping)[offset : offset + size]
+        view = memoryview(self._mapping)[offset : offset + size]
+        yield view
+        view.release()  # the mapping cannot go while somebody has a view of it
 
     def seal(self) -> None:
         """See `Arena`. From here on the memfd is open for reading only."""

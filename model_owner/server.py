@@ -25,6 +25,7 @@ from tie.proto import owner_pb2
 
 MAX_CLIENTS: Final = 64
 MAX_REQUEST: Final = 4096
+UNWELCOME_S: Final = 1.0  # for the question of a client that is to be refused whatever it asks
 IDLE_S: Final = 60.0  # a client that says nothing for so long is disconnected; what it attached stays its own
 
 
@@ -76,25 +77,33 @@ class AttachServer:
             task = asyncio.create_task(self._converse(connection))
             self._clients.add(task)
             task.add_done_callback(self._clients.discard)
+            await asyncio.sleep(0)  # nor does sock_accept yield while somebody waits
 
     async def _converse(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         with connection, contextlib.suppress(OSError, TimeoutError):
-            _, uid, _ = channel.Channel(connection).peer()
-            if uid not in self._allowed:
-                self._refuse(connection, "not-allowed")
-                log.event("owner.refused", code="not-allowed", peer_uid=uid)
-                return
-            if len(self._clients) > MAX_CLIENTS:
-                self._refuse(connection, "too-many-clients")
-                return
+            unwelcome = self._unwelcome(connection)
             while True:
-                async with asyncio.timeout(IDLE_S):
+                async with asyncio.timeout(UNWELCOME_S if unwelcome else IDLE_S):
                     # Plain recv: the kernel closes descriptors that a client sends along.
                     data = await loop.sock_recv(connection, MAX_REQUEST + 1)
-                if not data or not self._answer(connection, data):
+                if not data:
+                    return
+                if unwelcome:
+                    # After its question, for a close with that unread would reset the connection under the answer.
+                    self._refuse(connection, unwelcome)
+                    return
+                if not self._answer(connection, data):
                     return
                 await asyncio.sleep(0)  # sock_recv does not yield while there is data: a flood must not keep the loop
+
+    def _unwelcome(self, connection: socket.socket) -> str:
+        """Why this client gets nothing, or nothing."""
+        _, uid, _ = channel.Channel(connection).peer()
+        if uid not in self._allowed:
+            log.event("owner.refused", code="not-allowed", peer_uid=uid)
+            return "not-allowed"
+        return "too-many-clients" if len(self._clients) > MAX_CLIENTS else ""
 
     def _answer(self, connection: socket.socket, data: bytes) -> bool:
         """Answers one message; false when the client does not speak the protocol and is to be dropped."""

@@ -231,8 +231,7 @@ def test_a_client_that_does_not_read_is_dropped_and_others_are_served(running):
 def test_one_too_many(running, monkeypatch):
     process, config = running
     channels = [_connect(config) for _ in range(server_module.MAX_CLIENTS + 1)]
-    data, _ = channels[-1].receive(timeout=5)
-    assert owner_pb2.OwnerReply.FromString(data).refused.reason == "too-many-clients"
+    assert _ask(channels[-1], _request())[0].refused.reason == "too-many-clients"
     for channel in channels:
         channel.close()
     end = time.monotonic() + DEADLINE
@@ -315,8 +314,7 @@ class _Served:
 
     def _ask(self, message):
         with Channel.connect(self.path, timeout=5) as channel:
-            with contextlib.suppress(PeerDiedError):
-                channel.send(message, timeout=5)
+            channel.send(message, timeout=5)
             return owner_pb2.OwnerReply.FromString(channel.receive(timeout=5)[0])
 
 
@@ -343,9 +341,11 @@ async def test_loading_is_said_with_progress(weights, monkeypatch):
     served.directory.cleanup()
 
 
-async def test_a_silent_client_is_disconnected(weights, monkeypatch):
+@pytest.mark.parametrize("welcome", [True, False])
+async def test_a_silent_client_is_disconnected(weights, monkeypatch, welcome):
     monkeypatch.setattr(server_module, "IDLE_S", 0.05)
-    served = _Served(weights, {os.geteuid()})
+    monkeypatch.setattr(server_module, "UNWELCOME_S", 0.05)
+    served = _Served(weights, {os.geteuid()} if welcome else set())
     async with served.server.serve(served.path):
 
         def wait_for_the_end():

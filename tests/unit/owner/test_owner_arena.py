@@ -54,13 +54,15 @@ def test_nothing_is_written_after_sealing():
     arena.close()
 
 
-def test_a_piece_that_is_still_held_prevents_sealing():
+def test_a_piece_that_is_still_used_prevents_sealing():
     arena = CpuArena(4096)
     with arena.piece(0, 4) as piece:
-        kept = piece
+        kept = [np.frombuffer(piece, np.uint8)]
+    with pytest.raises(ValueError, match="released"):
+        piece[0] = 1
     with pytest.raises(SealError):
         arena.seal()
-    kept.release()
+    kept.clear()
     arena.seal()
     arena.close()
 
