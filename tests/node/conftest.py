@@ -3,13 +3,16 @@
 import asyncio
 import importlib.util
 import os
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tie.cli.local_node import LocalNode
+from tie.device.answer import Result
 from tie.device.async_client import AsyncClient
+from tie.device.errors import NodeBusyError, NodeFailedError
 from tie.proto import control_pb2
 
 START_S = 180.0
@@ -72,6 +75,27 @@ def model(node: LocalNode) -> str:
     from tie.assets.bundle import open_bundle
 
     return open_bundle(Path(node.config.model.bundle)).manifest.model
+
+
+@pytest.fixture
+def served(node: LocalNode, client: AsyncClient, model: str) -> Callable[[], Awaitable[Result]]:
+    """Waits until the node serves again, as a user would: one that is told "busy" tries again."""
+
+    async def ask() -> Result:
+        await node.wait_for(control_pb2.STATE_AVAILABLE, BACK_S)
+        deadline = time.monotonic() + BACK_S
+        while True:
+            try:
+                question = [{"role": "user", "content": "Hello"}]
+                answer = await client.chat(question, model=model, max_tokens=4, temperature=0.0)
+                return await answer.result()
+            except (NodeBusyError, NodeFailedError):
+                # The controller knows a moment before CloudBoard does that a node is back, or gone.
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.2)
+
+    return ask
 
 
 @pytest.hookimpl(wrapper=True)

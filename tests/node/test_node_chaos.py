@@ -8,12 +8,10 @@ import time
 import pytest
 
 from tie.daemon.errors import TieError
-from tie.device.errors import NodeBusyError, NodeFailedError
 from tie.proto import control_pb2
 
 pytestmark = [pytest.mark.node, pytest.mark.chaos]
 NOTICE_S = 2.0
-BACK_S = 120.0
 MOMENT = random.SystemRandom()
 QUESTION = [{"role": "user", "content": "Tell me a long story."}]
 
@@ -35,20 +33,6 @@ def kill(node, name):
     return time.monotonic()
 
 
-async def comes_back(node, client, model):
-    """The next request succeeds once the node says that it is available."""
-    await node.wait_for(control_pb2.STATE_AVAILABLE, BACK_S)
-    deadline = time.monotonic() + BACK_S
-    while True:
-        try:
-            answer = await client.chat(QUESTION, model=model, max_tokens=4)
-            return await answer.result()
-        except (NodeBusyError, NodeFailedError):
-            # A client that is told "busy" tries again; the node may have said "available" just before it noticed.
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.2)
-
-
 async def history(node):
     """The states that the node has gone through lately."""
     return [event.to for event in (await node.status()).events]
@@ -57,7 +41,7 @@ async def history(node):
 @pytest.mark.parametrize(
     "victim", ["triton_python_backend_stub", "tritonserver", "tie-status-probe", "tie-afm-runtime"]
 )
-async def test_a_dead_runtime_is_an_error_at_once_and_is_replaced(node, client, model, victim):
+async def test_a_dead_runtime_is_an_error_at_once_and_is_replaced(node, client, model, served, victim):
     answer = await begin(client, model)
     await asyncio.sleep(MOMENT.uniform(0, 0.5))
     old = (await node.status()).runtime.instance_id
@@ -69,13 +53,13 @@ async def test_a_dead_runtime_is_an_error_at_once_and_is_replaced(node, client, 
     async with asyncio.timeout(30):
         while (await node.status()).state == control_pb2.STATE_AVAILABLE:
             await asyncio.sleep(0.05)
-    assert (await comes_back(node, client, model)).text
+    assert (await served()).text
     assert (await node.status()).runtime.instance_id != old
     assert set(await history(node)) & {control_pb2.STATE_ERROR, control_pb2.STATE_RECYCLING}
 
 
 @pytest.mark.parametrize("victim", ["tie-cloud-app", "cb_jobhelper"])
-async def test_a_dead_process_of_a_request_is_an_error_for_that_request_alone(node, client, model, victim):
+async def test_a_dead_process_of_a_request_is_an_error_for_that_request_alone(node, client, model, served, victim):
     answer = await begin(client, model)
     await asyncio.sleep(MOMENT.uniform(0, 0.5))
     instance = (await node.status()).runtime.instance_id
@@ -84,12 +68,12 @@ async def test_a_dead_process_of_a_request_is_an_error_for_that_request_alone(no
         async with asyncio.timeout(30):
             await answer.result()
     assert time.monotonic() - killed < NOTICE_S
-    assert (await comes_back(node, client, model)).text
+    assert (await served()).text
     assert (await node.status()).runtime.instance_id == instance
 
 
 @pytest.mark.parametrize("victim", ["gpuhealthd", "tie-controllerd", "tie-kps", "tie-model-owner"])
-async def test_a_dead_daemon_comes_back_and_the_answer_goes_on(node, client, model, victim):
+async def test_a_dead_daemon_comes_back_and_the_answer_goes_on(node, client, model, served, victim):
     answer = await client.chat(QUESTION, model=model, max_tokens=60, ignore_eos=True)
     await anext(aiter(answer))
     await asyncio.sleep(MOMENT.uniform(0, 0.5))
@@ -99,10 +83,10 @@ async def test_a_dead_daemon_comes_back_and_the_answer_goes_on(node, client, mod
         assert (await answer.result()).completion_tokens == 60
         while not node.find(victim) or [process.pid for process in node.find(victim)] == old:
             await asyncio.sleep(0.05)
-    assert (await comes_back(node, client, model)).text
+    assert (await served()).text
 
 
-async def test_a_dead_ingress_is_an_error_at_once_and_comes_back(node, client, model):
+async def test_a_dead_ingress_is_an_error_at_once_and_comes_back(node, client, model, served):
     answer = await begin(client, model)
     killed = kill(node, "tie-cloudboard")
     with pytest.raises(TieError):
@@ -110,4 +94,4 @@ async def test_a_dead_ingress_is_an_error_at_once_and_comes_back(node, client, m
             await answer.result()
     assert time.monotonic() - killed < NOTICE_S
     await asyncio.sleep(1)
-    assert (await comes_back(node, client, model)).text
+    assert (await served()).text

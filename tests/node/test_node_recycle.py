@@ -33,7 +33,7 @@ async def reached(states, state):
             await asyncio.sleep(0.02)
 
 
-async def test_in_flight_finishes_and_new_requests_are_refused_unopened(node, client, model):
+async def test_in_flight_finishes_and_new_requests_are_refused_unopened(node, client, model, served):
     answer = await client.chat(QUESTION, model=model, max_tokens=200, ignore_eos=True)
     await anext(aiter(answer))
     states = []
@@ -49,12 +49,10 @@ async def test_in_flight_finishes_and_new_requests_are_refused_unopened(node, cl
     progress = await recycling
     assert progress.error == ""
     assert control_pb2.STATE_RECYCLING in states
-    await node.wait_for(control_pb2.STATE_AVAILABLE, RECYCLE_S)
-    again = await client.chat(QUESTION, model=model, max_tokens=4)
-    assert (await again.result()).text
+    assert (await served()).text
 
 
-async def test_a_recycle_reads_no_weights(node, client, model):
+async def test_a_recycle_reads_no_weights(node, client, model, served):
     bundle = open_bundle(Path(node.config.model.bundle))
     greedy = {"model": model, "max_tokens": 16, "temperature": 0.0}
     before_text = (await (await client.chat(QUESTION, **greedy)).result()).text
@@ -63,7 +61,7 @@ async def test_a_recycle_reads_no_weights(node, client, model):
     watch = WeightWatch(bundle.directory, bundle.manifest.weights)
     progress = await recycle(node, [])
     assert watch.count() == (0, 0)
-    await node.wait_for(control_pb2.STATE_AVAILABLE, RECYCLE_S)
+    await served()
     after = await node.status()
     assert progress.old_instance_id == before.runtime.instance_id != after.runtime.instance_id
     assert [identity(process) for process in node.find("tie-model-owner")] == owners
@@ -83,7 +81,7 @@ async def test_the_watch_on_the_weights_sees_a_reader(node):
     assert (opens, reads > 0) == (1, True)
 
 
-async def test_maintenance_withdraws_the_node_until_it_is_switched_off(node, client, model):
+async def test_maintenance_withdraws_the_node_until_it_is_switched_off(node, client, model, served):
     async with control.connected(node.run_dir) as connection:
         await connection.node.SetMaintenance(control_pb2.SetMaintenanceRequest(on=True), timeout=10)
     await node.wait_for(control_pb2.STATE_MAINTENANCE, RECYCLE_S)
@@ -91,4 +89,4 @@ async def test_maintenance_withdraws_the_node_until_it_is_switched_off(node, cli
         await client.chat(QUESTION, model=model)
     async with control.connected(node.run_dir) as connection:
         await connection.node.SetMaintenance(control_pb2.SetMaintenanceRequest(on=False), timeout=10)
-    await node.wait_for(control_pb2.STATE_AVAILABLE, RECYCLE_S)
+    assert (await served()).text

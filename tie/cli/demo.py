@@ -18,6 +18,7 @@ from tie.cli.local_node import LocalNode
 from tie.cli.render import size, state_word
 from tie.daemon.errors import PeerError, TieError
 from tie.device.client import Client
+from tie.device.errors import NodeBusyError
 from tie.device.request import Message
 from tie.proto import control_pb2
 
@@ -28,6 +29,7 @@ _QUESTIONS = (
     "Now explain it to a child, in one sentence.",
 )
 _ANSWER_TOKENS = 96
+_PATIENCE_S = 10.0
 _LOG_LINES = 25
 
 
@@ -90,14 +92,23 @@ def _show(node: LocalNode, bundle: Bundle, console: Console) -> None:
 def _turn(client: Client, model: str, history: list[Message], question: str, console: Console) -> Answer:
     console.print(f"\n[bold]» {question}[/]")
     history.append({"role": "user", "content": question})
-    answer = asking.ask(
-        client,
-        history,
-        lambda text: console.print(text, end="", markup=False, soft_wrap=True),
-        model=model,
-        max_tokens=_ANSWER_TOKENS,
-        temperature=0.0,
-    )
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            answer = asking.ask(
+                client,
+                history,
+                lambda text: console.print(text, end="", markup=False, soft_wrap=True),
+                model=model,
+                max_tokens=_ANSWER_TOKENS,
+                temperature=0.0,
+            )
+            break
+        except NodeBusyError:
+            # The controller knows a moment before CloudBoard does that the node is back.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
     console.print("\n")
     if not answer.text.strip():
         raise DemoError("the answer is empty")
