@@ -9,30 +9,22 @@ give: the response then simply ends, and the device sees that the last segment i
 """
 
 import asyncio
-import math
 import secrets
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 from google.protobuf import json_format
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from tie.cloudboard.exchange import DisconnectedError, Exchange, Receive, Scope, Send
+from tie.cloudboard.job import Job
 from tie.cloudboard.registry import Registry
-from tie.cloudboard.replies import JOB_CODES, RefusedRequestError
-from tie.cloudboard.standby import Jobhelper, NoJobhelperError, StandbyPool
+from tie.cloudboard.replies import RefusedRequestError
+from tie.cloudboard.sealed_body import SealedBody
+from tie.cloudboard.standby import StandbyPool
 from tie.cloudboard.statements import NoStatementError, Statements
-from tie.daemon import frames, log
+from tie.daemon import log
 from tie.daemon.config import NodeConfig
-from tie.daemon.errors import PeerError, ProtocolError
-from tie.envelope import sealing
-from tie.envelope.frames import FrameSplitter, frame
-from tie.envelope.stream import Direction
 from tie.proto import envelope_pb2
-
-_FRAME_LIMIT = Direction.REQUEST.max_ciphertext_bytes + 4096
-_MAX_MODEL_CHARACTERS = 256
 
 
 class Metrics:
@@ -135,170 +127,13 @@ class Ingress:
             self._registry.end()
 
     async def _serve(self, exchange: Exchange, request_id: str) -> None:
-        body = _SealedBody(exchange, self._config)
+        body = SealedBody(exchange, self._config)
         header = await body.header()
+        order = envelope_pb2.JobIn(open=envelope_pb2.JobOpen(request_id=request_id, header=header))
+        job = Job(exchange, body, order, self._pool)
         try:
-            jobhelper = await self._pool.take()
-        except NoJobhelperError as error:
-            log.failure("request.no-jobhelper", error, request_id=request_id)
-            raise RefusedRequestError("busy") from None
-        try:
-            job = _Job(exchange, body, jobhelper)
-            await job.open(request_id, header)
-            await self._run(job)
+            await job.run()
         except RefusedRequestError as refusal:
             if refusal.code == "unknown_key":
                 self._statements.forget()
             raise
-        finally:
-            jobhelper.close()  # before the answer's end this is what stops the app
-
-    async def _run(self, job: "_Job") -> None:
-        """Both directions at once, until the response has ended or the request turns out bad."""
-        upload, download = asyncio.create_task(job.upload()), asyncio.create_task(job.download())
-        try:
-            await asyncio.wait({upload, download}, return_when=asyncio.FIRST_COMPLETED)
-            if not download.done():
-                await upload  # raises: it never ends by itself
-            await download
-        finally:
-            upload.cancel()
-            download.cancel()
-            await asyncio.gather(upload, download, return_exceptions=True)
-
-
-class _SealedBody:
-    """The request body: a header frame, then segment frames."""
-
-    def __init__(self, exchange: Exchange, config: NodeConfig) -> None:
-        self._node_id = config.node_id
-        # The jobhelper counts the plaintext exactly; what is turned away here cannot be within the limit.
-        self._room = config.app.max_request_bytes + config.app.max_request_bytes // 8 + _FRAME_LIMIT
-        self._declared = exchange.header(b"content-length")
-        self._messages = self._split(exchange.chunks(config.app.idle_timeout_s))
-
-    async def header(self) -> envelope_pb2.SealedHeader:
-        """The header.
-
-        Raises:
-            RefusedRequestError: there is none, or it is not for this node. (And what `segments` raises.)
-        """
-        if self._declared.isdigit() and int(self._declared[:20]) > self._room:
-            raise RefusedRequestError("too_large")
-        message = await anext(self._messages, None)
-        if message is None or message.WhichOneof("kind") != "header":
-            raise RefusedRequestError("bad_frame")
-        header = message.header
-        if header.version != sealing.VERSION:
-            raise RefusedRequestError("bad_version")
-        if header.node_id != self._node_id:
-            raise RefusedRequestError("unknown_node")
-        if (
-            len(header.key_id) != sealing.KEY_ID_BYTES
-            or len(header.sealed_dek) != sealing.SEALED_DEK_BYTES
-            or len(header.model) > _MAX_MODEL_CHARACTERS
-        ):
-            raise RefusedRequestError("bad_frame")
-        return header
-
-    async def segments(self) -> AsyncIterator[envelope_pb2.SealedSegment]:
-        """The segments, up to the last one or to where the client stopped.
-
-        Raises:
-            DisconnectedError: the client went away.
-            RefusedRequestError: something else is there, too much, or nothing for too long.
-        """
-        last = False
-        async for message in self._messages:
-            if last or message.WhichOneof("kind") != "segment":
-                raise RefusedRequestError("bad_frame")
-            last = message.segment.last
-            yield message.segment
-
-    async def _split(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[envelope_pb2.SealedIn]:
-        splitter = FrameSplitter(_FRAME_LIMIT)
-        async for chunk in chunks:
-            self._room -= len(chunk)
-            if self._room < 0:
-                raise RefusedRequestError("too_large")
-            try:
-                for payload in splitter.feed(chunk):
-                    yield frames.parse(payload, envelope_pb2.SealedIn)
-            except ProtocolError:
-                raise RefusedRequestError("bad_frame") from None
-        if splitter.inside:
-            raise RefusedRequestError("truncated")
-
-
-@dataclass
-class _Job:
-    """One admitted request between client and jobhelper."""
-
-    exchange: Exchange
-    body: _SealedBody
-    jobhelper: Jobhelper
-
-    async def open(self, request_id: str, header: envelope_pb2.SealedHeader) -> None:
-        """Gives the jobhelper its request.
-
-        Raises:
-            RefusedRequestError: it died while standing by.
-        """
-        try:
-            order = envelope_pb2.JobOpen(request_id=request_id, header=header)
-            await self.jobhelper.send(envelope_pb2.JobIn(open=order))
-        except PeerError:
-            raise RefusedRequestError("busy") from None
-
-    async def upload(self) -> None:
-        """Forwards segments, then watches for the client's going away. Never returns.
-
-        Raises:
-            DisconnectedError: the client went away.
-            RefusedRequestError: the body is bad.
-        """
-        complete, deaf = False, False
-        async for segment in self.body.segments():
-            complete = segment.last
-            if not deaf:
-                try:
-                    await self.jobhelper.send(envelope_pb2.JobIn(segment=segment))
-                except PeerError:
-                    deaf = True  # the download tells why; the rest of the body is read and dropped
-        if not complete:
-            self.jobhelper.end()
-        await self.exchange.disconnected()
-
-    async def download(self) -> None:
-        """Carries the response until its end.
-
-        Raises:
-            RefusedRequestError: the jobhelper refused, failed or died.
-        """
-        while True:
-            message = await self._receive()
-            match message.WhichOneof("kind"), self.exchange.started:
-                case "salt", False:
-                    await self.exchange.start("application/octet-stream")
-                    await self.exchange.write(message.salt)
-                case "segment", True:
-                    await self.exchange.write(frame(message.segment))
-                case "done", started:
-                    if message.done.status == envelope_pb2.JOB_OK and started:
-                        return
-                    raise RefusedRequestError(JOB_CODES.get(message.done.status, "failed"))
-                case _:
-                    log.event("request.job-lost", reason="out-of-order")
-                    raise RefusedRequestError("failed")
-
-    async def _receive(self) -> envelope_pb2.JobOut:
-        try:
-            # The request's deadline bounds this wait: it may be long before a model's first token.
-            message = await self.jobhelper.receive(math.inf)
-        except PeerError as error:
-            log.failure("request.job-lost", error)
-            raise RefusedRequestError("failed") from None
-        if message is None:
-            log.event("request.job-lost", reason="ended")
-            raise RefusedRequestError("failed")
-        return message

@@ -33,7 +33,7 @@ from tie.proto import app_pb2, envelope_pb2, kps_pb2, kps_pb2_grpc
 
 APP_READY_S: Final = 60.0  # a cold start of an app on a loaded machine
 STANDBY_S: Final = 3600.0  # a pair that waited this long unused is replaced
-KPS_S: Final = 5.0
+KPS_S: Final = 3.0
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OUTCOMES: Final = {
     kps_pb2.OUTCOME_REFUSED: envelope_pb2.JOB_REFUSED,

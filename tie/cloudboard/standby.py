@@ -119,6 +119,10 @@ class StandbyPool:
             if await jobhelper.unwatch():
                 return jobhelper
             jobhelper.close()
+        return await self.new()
+
+    async def new(self) -> Jobhelper:
+        """A new jobhelper. Raises as `take`."""
         return await Jobhelper.connect(self._path)
 
     @asynccontextmanager
@@ -144,7 +148,7 @@ class StandbyPool:
                 continue
             try:
                 # One at a time: filling up is no hurry, and requests need the cores more.
-                jobhelper = await Jobhelper.connect(self._path)
+                jobhelper = await self.new()
             except NoJobhelperError as error:
                 log.failure("standby.failed", error)
                 await asyncio.sleep(pause)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tie.cloudboard.exchange import DisconnectedError, Exchange
-from tie.cloudboard.ingress import _SealedBody
 from tie.cloudboard.replies import RefusedRequestError
+from tie.cloudboard.sealed_body import SealedBody
 from tie.daemon.config import AppConfig, NodeConfig
 from tie.envelope import sealing
 from tie.envelope.frames import frame
@@ -45,7 +45,7 @@ def parse(chunks: Iterable[bytes], *, disconnect: bool = False, length: bytes = 
             raise AssertionError("the parser sends nothing")
 
         headers = [(b"content-length", length)] if length else []
-        body = _SealedBody(Exchange({"headers": headers}, receive, send), CONFIG)
+        body = SealedBody(Exchange({"headers": headers}, receive, send), CONFIG)
         await body.header()
         return [one.last async for one in body.segments()]
 
