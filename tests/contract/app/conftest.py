@@ -9,7 +9,7 @@ import socket
 import sys
 import sysconfig
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ _LAUNCH = (
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
 
-Answer = Callable[[runtime_pb2.GenerateRequest], AsyncIterator[runtime_pb2.GenerateEvent]]
+Answer = Callable[[runtime_pb2.GenerateRequest], AsyncGenerator[runtime_pb2.GenerateEvent, None]]
 
 
 @pytest.fixture(scope="session")
@@ -76,8 +76,9 @@ class FakeRuntime(service_pb2_grpc.GRPCInferenceServiceServicer):
             async for message in requests:
                 request = runtime_pb2.GenerateRequest.FromString(message.raw_input_contents[0][4:])
                 self.requests.append(request)
-                async for event in self.answer(request):
-                    yield self._reply(event)
+                async with contextlib.aclosing(self.answer(request)) as events:
+                    async for event in events:
+                        yield self._reply(event)
                 end = service_pb2.ModelStreamInferResponse()
                 end.infer_response.parameters["triton_final_response"].bool_param = True
                 yield end
@@ -106,7 +107,7 @@ class FakeRuntime(service_pb2_grpc.GRPCInferenceServiceServicer):
     def failed(code: Any, detail: str = "") -> runtime_pb2.GenerateEvent:
         return runtime_pb2.GenerateEvent(failed=runtime_pb2.Failed(code=code, detail=detail))
 
-    async def echo(self, request: runtime_pb2.GenerateRequest) -> AsyncIterator[runtime_pb2.GenerateEvent]:
+    async def echo(self, request: runtime_pb2.GenerateRequest) -> AsyncGenerator[runtime_pb2.GenerateEvent, None]:
         """Says the prompt again, token by token."""
         for index in range(request.n):
             said = request.token_ids[: request.max_tokens]
@@ -254,6 +255,7 @@ class Node:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(job.process.pid, signal.SIGKILL)
             await job.process.wait()
+            print(await job.log())  # shown where a test failed
             job.process._transport.close()
 
 
