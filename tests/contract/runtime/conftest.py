@@ -1,0 +1,156 @@
+"""A real owner and a real AFM Runtime (supervisord, Triton, engine, probe) on a small random model."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from status_probe.engine_client import ask
+from tie.assets.sample import make_sample_bundle
+from tie.daemon import config as node_config
+from tie.daemon.hardening import die_with_parent
+from tie.proto import engine_pb2
+
+START_S = 90.0  # importing torch on a busy machine
+STOP_S = 30.0
+ROLES = {
+    "stub": "triton_python_backend_stub",
+    "triton": "bin/tritonserver",
+    "serve": "tie.runtime.container serve",
+    "probe": "status_probe.main",
+    "guard": "tie.runtime.container guard",
+    "watch": "tie.runtime.container watch",
+}
+
+
+def wait_until(condition, timeout: float, what: str) -> None:
+    """Polls with a deadline: for states of other processes that send no event."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out: {what}"
+        time.sleep(0.02)
+
+
+class Runtime:
+    """One container, from tie-afm-runtime to the last of its processes."""
+
+    def __init__(self, node: "RuntimeNode") -> None:
+        self.node = node
+        self.log = node.directory / f"runtime-{len(node.runtimes)}.log"
+        self.began = time.monotonic()
+        self.process = node.start("tie.runtime.launch", self.log)
+        self.members: set[psutil.Process] = set()
+        self.roles: dict[str, psutil.Process] = {}
+
+    def events(self) -> list[dict]:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return [json.loads(line) for line in lines if line.startswith('{"t":')]
+
+    def has(self, event: str, **fields) -> bool:
+        return any(entry["event"] == event and fields.items() <= entry.items() for entry in self.events())
+
+    def wait_ready(self) -> "Runtime":
+        def ready() -> bool:
+            assert self.process.poll() is None, self.log.read_text(errors="replace")
+            return self.has("probe.state", to_state="STATE_READY")
+
+        wait_until(ready, START_S, f"runtime ready; {self.log.read_text(errors='replace')[-2000:]}")
+        self.ready_s = time.monotonic() - self.began
+        self.members = set(psutil.Process(self.process.pid).children(recursive=True))
+        commands = {entry: " ".join(entry.cmdline()[:4]) for entry in self.members}
+        for role, pattern in ROLES.items():
+            (self.roles[role],) = [entry for entry, command in commands.items() if pattern in command]
+        return self
+
+    def member(self, role: str) -> psutil.Process:
+        """One of the container's processes, by its key in `ROLES`."""
+        return self.roles[role]
+
+    def wait_gone(self) -> None:
+        """Waits until no process of the container is left."""
+        self.process.wait(STOP_S)
+        _, alive = psutil.wait_procs(self.members, timeout=STOP_S)
+        assert not alive
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.wait_gone()
+
+
+class RuntimeNode:
+    """A run directory with an owner; starts runtimes one after another."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.runtimes: list[Runtime] = []
+        make_sample_bundle(directory / "bundle", context_tokens=1024, system_prompts={"default": "You are a test."})
+        self.file = directory / "node.toml"
+        self.file.write_text(
+            f'run_dir = "{directory}/run"\n[model]\nbundle = "{directory}/bundle"\n'
+            '[runtime]\ndtype = "f32"\nthreads = 1\nkv_tokens = 8192\nmax_running = 8\nmax_waiting = 8\n'
+            "[probe]\ncanary_interval_s = 0.5\n"
+        )
+        self.config = node_config.load(self.file)
+        self.sockets = self.config.sockets
+        self.owner = self.start("model_owner.main", directory / "owner.log")
+
+    def start(self, module: str, log: Path) -> "subprocess.Popen[bytes]":
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, "--config", str(self.file)],
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=lambda: die_with_parent(signal.SIGKILL),  # noqa: PLW1509
+            )
+
+    def launch(self) -> Runtime:
+        self.runtimes.append(Runtime(self))
+        runtime = self.runtimes[-1].wait_ready()
+        assert len(self.shm_regions()) == 1, "shared memory of an earlier runtime is left"
+        return runtime
+
+    async def engine(self, **kind) -> engine_pb2.EngineReply:
+        return await ask(self.sockets.engine, engine_pb2.EngineRequest(**kind), timeout=10)
+
+    def shm_regions(self) -> list[Path]:
+        """Triton's shared memory of this node's runtimes."""
+        family = "tie-" + hashlib.sha256(os.fsencode(self.config.run_dir)).hexdigest()[:8]
+        return [path for path in Path("/dev/shm").iterdir() if path.name.startswith(family)]
+
+    def close(self) -> None:
+        for runtime in self.runtimes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                runtime.stop()
+        self.owner.terminate()
+        self.owner.wait(STOP_S)
+        shutil.rmtree(self.directory)
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[RuntimeNode]:
+    """A node without a runtime; tests launch theirs."""
+    # Short: a socket's path has at most 107 bytes.
+    node = RuntimeNode(Path(tempfile.mkdtemp(prefix="tie-rt-", dir="/tmp")))
+    try:
+        yield node
+    finally:
+        node.close()
+
+
+@pytest.fixture(scope="module")
+def runtime(node) -> Runtime:
+    """A runtime that is ready, shared by a module's tests."""
+    return node.launch()

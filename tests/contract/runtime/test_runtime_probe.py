@@ -1,0 +1,105 @@
+"""tie-status-probe over a real runtime: status, watch, warm, metrics, recycle."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from tie.daemon import rpc
+from tie.daemon.triton import TritonClient
+from tie.proto import metrics_pb2, metrics_pb2_grpc, owner_pb2, owner_pb2_grpc, probe_pb2, probe_pb2_grpc
+from tie.proto import runtime_pb2 as pb
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+async def probe(runtime, node):
+    async with rpc.connect(node.sockets.probe) as channel:
+        yield probe_pb2_grpc.StatusProbeStub(channel)
+
+
+async def test_ready_says_what_runs(probe):
+    status = await probe.GetStatus(probe_pb2.GetStatusRequest(), timeout=WAIT_S)
+    assert status.state == probe_pb2.STATE_READY
+    assert len(status.instance_id) == 32
+    assert status.last_canary.ok
+    assert 0 < status.last_canary.latency_s < 5
+    assert (status.model, status.executor) == ("sample", "torch-cpu-f32")
+    assert status.weight_file_bytes_read == 0
+
+
+async def test_a_call_without_a_deadline_is_refused(probe):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await probe.GetStatus(probe_pb2.GetStatusRequest())
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_watch_speaks_at_once_and_goes_on(probe):
+    watch = probe.Watch(probe_pb2.WatchRequest(), timeout=WAIT_S)
+    ages = [(await watch.read()).uptime_s for _ in range(3)]
+    assert ages == sorted(ages)
+    watch.cancel()
+
+
+async def test_warm_runs_the_registered_prompts_and_says_so(probe):
+    progress = [step async for step in probe.Warm(probe_pb2.WarmRequest(), timeout=WAIT_S)]
+    assert [(step.done, step.total) for step in progress] == [(0, 1), (1, 1)]
+    status = await probe.GetStatus(probe_pb2.GetStatusRequest(), timeout=WAIT_S)
+    assert status.warmed
+    assert status.state == probe_pb2.STATE_READY
+
+
+async def test_metrics_are_the_engines(runtime, node):
+    async with rpc.connect(node.sockets.probe) as channel:
+        scrape = metrics_pb2_grpc.MetricsStub(channel).Scrape
+        text = (await scrape(metrics_pb2.ScrapeRequest(), timeout=WAIT_S)).text
+    assert 'tie_runtime_requests_total{kind="canary",outcome="length"}' in text
+    assert "tie_runtime_steps_total" in text
+
+
+async def test_a_canary_passes_while_every_place_is_taken(probe, node):
+    async def crowd(client, index):
+        message = pb.GenerateRequest(token_ids=[index + 1] * 400, max_tokens=500, ignore_eos=True)
+        return [event async for event in client.generate(message, timeout=WAIT_S)][-1]
+
+    async with TritonClient(node.sockets.triton) as client:
+        ends = asyncio.gather(*(crowd(client, index) for index in range(16)))
+        states = set()
+        while not ends.done():
+            states.add((await probe.GetStatus(probe_pb2.GetStatusRequest(), timeout=WAIT_S)).state)
+            await asyncio.sleep(0.05)
+    assert all(event.HasField("finished") for event in await ends)
+    assert states == {probe_pb2.STATE_READY}
+
+
+async def test_recycle_drains_refuses_and_is_followed_by_a_fresh_runtime_on_the_same_weights(runtime, node, probe):
+    async with rpc.connect(node.sockets.owner_control) as channel:
+        owner = owner_pb2_grpc.ModelOwnerStub(channel)
+        before = await owner.GetStatus(owner_pb2.GetStatusRequest(), timeout=WAIT_S)
+        async with TritonClient(node.sockets.triton) as client:
+            message = pb.GenerateRequest(token_ids=[1, 2], max_tokens=900, ignore_eos=True)
+            events = client.generate(message, timeout=WAIT_S)
+            await anext(events)
+            reply = await probe.Recycle(
+                probe_pb2.RecycleRequest(reason="operator", drain_deadline_ms=30_000), timeout=WAIT_S
+            )
+            assert reply.in_flight >= 1
+            status = await probe.GetStatus(probe_pb2.GetStatusRequest(), timeout=WAIT_S)
+            assert status.state == probe_pb2.STATE_RECYCLING
+            late = [event async for event in client.generate(message, timeout=WAIT_S)]
+            assert late[-1].failed.code == pb.CODE_DRAINING
+            rest = [event async for event in events]
+            assert rest[-1].finished.completion_tokens == 900
+        await asyncio.to_thread(runtime.wait_gone)
+        assert runtime.process.returncode == 0
+        assert node.shm_regions() == []
+
+        fresh = await asyncio.to_thread(node.launch)
+        async with rpc.connect(node.sockets.probe) as new:
+            status = await probe_pb2_grpc.StatusProbeStub(new).GetStatus(probe_pb2.GetStatusRequest(), timeout=WAIT_S)
+        assert status.instance_id != reply.instance_id
+        after = await owner.GetStatus(owner_pb2.GetStatusRequest(), timeout=WAIT_S)
+        assert (after.owner_instance, after.weight_bytes_read) == (before.owner_instance, before.weight_bytes_read)
+        assert after.attaches == before.attaches + 1
+    await asyncio.to_thread(fresh.stop)
