@@ -39,7 +39,14 @@ async def history(node):
 
 
 @pytest.mark.parametrize(
-    "victim", ["triton_python_backend_stub", "tritonserver", "tie-status-probe", "tie-afm-runtime"]
+    "victim",
+    [
+        "triton_python_backend_stub",
+        "tritonserver",
+        "status_probe.main",
+        "supervisor.supervisord",
+        "tie.runtime.container",
+    ],
 )
 async def test_a_dead_runtime_is_an_error_at_once_and_is_replaced(node, client, model, served, victim):
     answer = await begin(client, model)
@@ -72,7 +79,7 @@ async def test_a_dead_process_of_a_request_is_an_error_for_that_request_alone(no
     assert (await node.status()).runtime.instance_id == instance
 
 
-@pytest.mark.parametrize("victim", ["gpuhealthd", "tie-controllerd", "tie-kps", "tie-model-owner"])
+@pytest.mark.parametrize("victim", ["gpuhealthd", "tie-controllerd", "tie-kps", "tie-model-owner", "status_probe.main"])
 async def test_a_dead_daemon_comes_back_and_the_answer_goes_on(node, client, model, served, victim):
     answer = await client.chat(QUESTION, model=model, max_tokens=60, ignore_eos=True)
     await anext(aiter(answer))

@@ -151,12 +151,12 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _program(process: psutil.Process) -> str:
-    """The name of a program, or of the console script that Python runs."""
+    """The name of a program; of the console script or the module when it is Python that runs one."""
     try:
         arguments = process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return ""
-    names = [Path(argument).name for argument in arguments[:2]]
+    names = [Path(argument).name for argument in arguments[:3]]
     if len(names) > 1 and names[0].startswith("python"):
-        return names[1]
+        return names[2] if names[1] == "-m" and len(names) > 2 else names[1]
     return names[0] if names else ""
