@@ -106,7 +106,7 @@ def _start(command: Sequence[str]) -> "subprocess.Popen[bytes]":
         die_with_parent(signal.SIGKILL)
         # exec makes a process dumpable again. A limit of one byte keeps cores from files and from pipes alike; 0 would
         # be ignored for pipes (kernel, fs/coredump.c).
-        with contextlib.suppress(ValueError):  # it is 0 already and may not be raised
+        with contextlib.suppress(ValueError, OSError):  # it is 0 already and may not be raised, or a filter forbids it
             resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
 
     return subprocess.Popen(command, preexec_fn=before_exec)  # noqa: PLW1509 (one thread only)

@@ -18,6 +18,7 @@ import triton_python_backend_utils as pb_utils  # provided by the stub
 
 from tie.daemon import log
 from tie.proto import runtime_pb2
+from tie.runtime.merge import merge
 
 _POLL_S: Final = 0.02
 _FINAL: Final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -150,23 +151,3 @@ class Responder:
         if stream.cancel and not stream.cancelled:
             stream.cancelled = True
             stream.cancel()
-
-
-def merge(events: "deque[runtime_pb2.GenerateEvent]") -> list[runtime_pb2.GenerateEvent]:
-    """Joins neighbouring tokens of one choice: the ids follow one another, the last one's `hold_bytes` counts."""
-    merged: list[runtime_pb2.GenerateEvent] = []
-    for event in events:
-        previous = merged[-1] if merged else None
-        if (
-            previous is not None
-            and previous.HasField("tokens")
-            and event.HasField("tokens")
-            and previous.tokens.index == event.tokens.index
-        ):
-            # For repeated fields MergeFrom appends; hold_bytes of 0 is absent and would not overwrite.
-            hold = event.tokens.hold_bytes
-            previous.tokens.MergeFrom(event.tokens)
-            previous.tokens.hold_bytes = hold
-        else:
-            merged.append(event)
-    return merged

@@ -134,6 +134,8 @@ def command(config: NodeConfig, directory: Path) -> list[str]:
         f"--model-repository={directory / 'triton' / 'models'}",
         f"--backend-directory={directory / 'triton' / 'backends'}",
         "--model-control-mode=none",
+        # Completing the configuration would load the model (torch and all) once more, in a stub of its own.
+        "--disable-auto-complete-config",
         f"--grpc-address=unix:{address}",
         f"--grpc-port={port}",
         f"--grpc-restricted-protocol={','.join(_CLOSED_PROTOCOLS)}:closed={token}",
