@@ -58,11 +58,7 @@ class AppRun:
             if message is None or message.HasField("abort"):
                 self.aborted = message is not None
                 return None
-            if message.HasField("open"):
-                assert self.opened is None
-                self.opened = message.open
-                continue
-            assert self.opened is not None
+            assert message.HasField("body")
             self.body += message.body.data
             if message.body.last:
                 return request_pb2.InferenceRequest.FromString(self.body)
@@ -86,7 +82,7 @@ class Edge:
     """The running edge.
 
     Attributes:
-        behaviour: what the played app does after `ready`; may be changed at any time.
+        behaviour: what the played app does with a request; looked up when one is opened.
         runs: every connection to the app, in order.
         jobhelpers: every process started for a connection.
     """
@@ -160,7 +156,11 @@ class Edge:
         self.runs.append(run)
         try:
             await run.say(app_pb2.AppOut(ready=app_pb2.Ready()))
-            await self.behaviour(run)
+            first = await run.next()
+            if first is not None:
+                assert first.HasField("open")
+                run.opened = first.open
+                await self.behaviour(run)
         except (ConnectionError, frames.PeerDiedError):
             pass  # the jobhelper went away, which some tests want
         finally:
