@@ -110,10 +110,12 @@ def _follow_parent() -> None:
 
     Not PR_SET_PDEATHSIG: that follows the thread that forked, and Triton's loader threads come and go.
     """
-    parent = os.pidfd_open(os.getppid())
+    parent = os.getppid()
+    ended = os.pidfd_open(parent)
 
     def wait() -> None:
-        select.select([parent], [], [])
+        if os.getppid() == parent:  # else it ended a moment ago, and the descriptor is somebody else's
+            select.select([ended], [], [])
         os._exit(_EXIT_FAILED)
 
     threading.Thread(target=wait, name="follow-parent", daemon=True).start()

@@ -106,10 +106,10 @@ class RuntimeNode:
         self.sockets = self.config.sockets
         self.owner = self.start("model_owner.main", directory / "owner.log")
 
-    def start(self, module: str, log: Path) -> "subprocess.Popen[bytes]":
+    def start(self, module: str, log: Path, config: Path | None = None) -> "subprocess.Popen[bytes]":
         with log.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", module, "--config", str(self.file)],
+                [sys.executable, "-m", module, "--config", str(config or self.file)],
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,

@@ -73,6 +73,17 @@ async def test_a_client_that_holds_an_idle_stream_does_not_keep_the_container_al
         call.cancel()
 
 
+def test_an_engine_that_cannot_start_ends_the_container_with_a_reason(node):
+    lonely = node.directory / "lonely.toml"
+    lonely.write_text(
+        f'run_dir = "{node.directory}/lonely"\n[model]\nbundle = "{node.directory}/bundle"\n'
+        "[probe]\nstart_deadline_s = 0.5\n"
+    )
+    log = node.directory / "lonely.log"
+    assert node.start("tie.runtime.launch", log, lonely).wait(WAIT_S) == 0
+    assert "the model owner gave no weights within the deadline" in log.read_text()
+
+
 async def test_stopping_lets_requests_in_flight_finish(node):
     runtime = node.launch()
     async with TritonClient(node.sockets.triton) as client:
