@@ -11,7 +11,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-LINGER_S: Final = 10.0
+LINGER_S: Final = 600.0
 
 
 class DisconnectedError(Exception):
@@ -86,13 +86,16 @@ class Exchange:
         """Ends the response.
 
         A response that ends while its request is still coming in takes the whole connection with it (the server does
-        not expect data for a stream that it has closed), so the rest of the request is read first, for a while.
+        not expect data for a stream that it has closed), so the rest of the request is read and dropped first.
         """
         await self.linger()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def linger(self) -> None:
-        """Reads and drops the rest of the request body, for `LINGER_S` seconds at most."""
+        """Reads and drops the rest of the request body, for `LINGER_S` seconds at most.
+
+        Nothing but this one stream waits meanwhile: the request is no longer counted, and its status is out.
+        """
         with contextlib.suppress(TimeoutError, DisconnectedError):
             async with asyncio.timeout(LINGER_S):
                 while not self._received.is_set():

@@ -71,6 +71,8 @@ class Jobhelper:
 
     def close(self) -> None:
         """Closes the connection; the jobhelper stops its app."""
+        if self._watch is not None:
+            self._watch.cancel()
         self._writer.close()
 
     def watch(self, gone: asyncio.Event) -> None:
@@ -116,9 +118,14 @@ class StandbyPool:
         while self._idle:
             jobhelper = self._idle.popleft()
             self._room.set()
-            if await jobhelper.unwatch():
+            there = False
+            try:
+                there = await jobhelper.unwatch()
+            finally:
+                if not there:
+                    jobhelper.close()
+            if there:
                 return jobhelper
-            jobhelper.close()
         return await self.new()
 
     async def new(self) -> Jobhelper:
@@ -137,7 +144,7 @@ class StandbyPool:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._registry.unlisten(self._dirty)
             self._registry.unlisten(self._room)
-            await self._dismiss(list(self._idle))
+            self._dismiss(list(self._idle))
 
     async def _fill(self) -> None:
         pause = _BACKOFF_S[0]
@@ -167,12 +174,10 @@ class StandbyPool:
             self._dirty.clear()
             leaving = [jobhelper for jobhelper in self._idle if jobhelper.lost() or not self._registry.takes_requests()]
             if leaving:
-                await self._dismiss(leaving)
+                self._dismiss(leaving)
                 self._room.set()
 
-    async def _dismiss(self, leaving: list[Jobhelper]) -> None:
+    def _dismiss(self, leaving: list[Jobhelper]) -> None:
         for jobhelper in leaving:
             self._idle.remove(jobhelper)
-        for jobhelper in leaving:
-            await jobhelper.unwatch()
             jobhelper.close()
