@@ -1,0 +1,167 @@
+"""The command line as a user meets it: quick help, clear errors, the right exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tie.cli import asking, main
+from tie.cli.chat import chat
+from tie.cli.doctor import doctor
+from tie.daemon.errors import ConfigError, PeerDiedError, PeerError, PeerTimeoutError, TieError, UserError
+from tie.device.errors import (
+    EnvelopeRefusedError,
+    NodeBusyError,
+    NodeFailedError,
+    RequestRefusedError,
+    UnreachableError,
+)
+from tie.envelope.errors import EnvelopeError
+from tie.envelope.statement import StatementError
+
+COMMANDS = ("up", "chat", "status", "recycle", "maintenance", "metrics", "doctor", "assets", "demo")
+
+
+def tie(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "tie.cli.main", *arguments],
+        capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
+        env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", **environment},
+    )  # fmt: skip
+
+
+def test_help_names_every_command_and_loads_none():
+    program = (
+        "import sys, tie.cli.main as m\n"
+        "try: m.main(['--help'])\n"
+        "except SystemExit as end: assert end.code in (0, None)\n"
+        "print([name for name in ('grpc', 'rich', 'torch', 'numpy', 'httpx') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert all(f"  {command} " in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command):
+    done = tie(command, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Usage: ")
+
+
+def test_an_unknown_command_is_a_usage_error():
+    assert tie("frobnicate").returncode == 2
+
+
+@pytest.mark.parametrize("command", [["status"], ["recycle"], ["maintenance", "on"], ["metrics"]])
+def test_without_a_node_the_operators_commands_say_so(command, tmp_path):
+    done = tie(*command, TIE_RUN_DIR=str(tmp_path))
+    assert done.returncode == 1
+    assert "no node runs in" in done.stderr
+    assert "tie up" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_chat_without_a_node_says_so(tmp_path):
+    done = tie("chat", "Hello", TIE_RUN_DIR=str(tmp_path))
+    assert done.returncode == 78
+    assert "no node runs in" in done.stderr
+
+
+def test_chat_with_nobody_listening_is_unavailable(tmp_path):
+    key = tmp_path / "statement.pub"
+    key.write_bytes(bytes(32))
+    done = tie("chat", "--url", "http://127.0.0.1:9", "--statement-key", str(key), "--model", "m", "Hello")
+    assert done.returncode == 69
+    assert "Traceback" not in done.stderr
+
+
+def test_chat_with_nothing_to_ask_says_so(tmp_path):
+    key = tmp_path / "statement.pub"
+    key.write_bytes(bytes(32))
+    options = ["--url", "http://127.0.0.1:9", "--statement-key", str(key), "--model", "m"]
+    result = CliRunner().invoke(chat, options, input="  \n", standalone_mode=False)
+    assert "nothing to ask" in result.output
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NodeBusyError("x"), 75),
+        (RequestRefusedError("x", status="s"), 65),
+        (EnvelopeRefusedError("x", code="c"), 76),
+        (StatementError("x"), 76),
+        (EnvelopeError(), 76),
+        (UnreachableError("x"), 69),
+        (PeerTimeoutError("x"), 69),
+        (NodeFailedError("x", status="s"), 70),
+        (PeerDiedError("x"), 70),
+        (PeerError("x"), 76),
+        (ConfigError("x"), 78),
+        (TieError("x"), 1),
+    ],
+)
+def test_scripts_can_tell_errors_apart(error, code):
+    assert asking.exit_code(error) == code
+
+
+def test_a_missing_package_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    monkeypatch.delitem(sys.modules, "tie.cli.operate", raising=False)
+    monkeypatch.delitem(sys.modules, "tie.cli.control", raising=False)
+    with pytest.raises(SystemExit) as end:
+        main.main(["status"])
+    assert end.value.code == 1
+    assert "'grpc'" in capsys.readouterr().err
+
+
+def test_an_expected_error_shows_its_hint(capsys):
+    main.complain(UserError("it is broken", hint="mend it"))
+    assert capsys.readouterr().err == "tie: it is broken\n     mend it\n"
+
+
+def test_up_refuses_a_directory_that_is_open_to_all(tmp_path):
+    tmp_path.chmod(0o777)
+    done = tie("up", "--run-dir", str(tmp_path))
+    assert done.returncode == 1
+    assert "open to all" in done.stderr
+
+
+def test_up_refuses_a_path_that_sockets_cannot_have(tmp_path):
+    deep = tmp_path / ("x" * 100)
+    done = tie("up", "--run-dir", str(deep), "--bundle", str(tmp_path / "none"))
+    assert done.returncode == 1
+    assert "none" in done.stderr or "too long" in done.stderr
+
+
+def test_up_refuses_a_setting_that_does_not_exist(tmp_path):
+    done = tie("up", "--run-dir", str(tmp_path), "--set", "runtime.colour=red")
+    assert done.returncode == 1
+    assert "runtime.colour" in done.stderr
+
+
+def test_doctor_tells_people_and_programs(tmp_path):
+    result = CliRunner().invoke(doctor, ["--run-dir", str(tmp_path), "--json"], standalone_mode=False)
+    checks = json.loads(result.output)
+    assert {"python", "numpy", "torch", "tritonserver", "memfd", "swap", "gpu"} <= {check["name"] for check in checks}
+    assert all(check["hint"] for check in checks if check["level"] != "ok")
+    assert result.return_value == any(check["level"] == "missing" for check in checks)
+    assert "python" in CliRunner().invoke(doctor, ["--run-dir", str(tmp_path)], standalone_mode=False).output
+
+
+def test_doctor_sees_a_long_run_directory_and_a_taken_port(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        options = ["--run-dir", str(Path("/") / ("y" * 120)), "--port", port, "--json"]
+        result = CliRunner().invoke(doctor, options, standalone_mode=False)
+    missing = {check["name"] for check in json.loads(result.output) if check["level"] == "missing"}
+    assert "ingress port" in missing
+    assert "run directory" in missing
+    assert result.return_value == 1
