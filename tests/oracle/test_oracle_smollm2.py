@@ -1,4 +1,6 @@
-"""bones against transformers on SmolLM2-135M-Instruct: one GGUF file, read and dequantized once by each side.
+"""bones against transformers on SmolLM2-135M-Instruct: one GGUF file, read and dequantized by each side on its own.
+
+Ours goes the way of a node: a bundle is made, the model owner's loader packs an arena, and bones lays tensors over it.
 
 Logits are compared in float32 on our own greedy output: when transformers' likeliest token at each position is the one
 that we chose, then its greedy output is ours, whatever cache it used. Its `generate` is run as well.
@@ -6,22 +8,26 @@ that we chose, then its greedy output is ours, whatever cache it used. Its `gene
 
 import importlib.util
 import inspect
+import mmap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from tie.assets.gguf_reader import read_gguf
-from tie.assets.tensors import read_rows
-from tie.assets.tokenizer import Tokenizer
+from model_owner.loader import pack
+from tie.assets.build import create_bundle, read_source
+from tie.assets.bundle import Bundle
+from tie.assets.tokenizer import load_tokenizer
+from tie.bones.arena import TensorEntry, tensor_views
 from tie.bones.config import ModelConfig
 from tie.bones.executor import Executor
+from tie.proto import owner_pb2
 
 pytestmark = pytest.mark.oracle
 
@@ -55,7 +61,7 @@ QUESTIONS = (
 class Demo(NamedTuple):
     reference: LlamaForCausalLM
     config: ModelConfig
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, dict[str, torch.Tensor]]
     prompts: list[list[int]]
     text: list[int]
 
@@ -68,7 +74,7 @@ def _gguf() -> Path:
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[Demo]:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     threads = torch.get_num_threads()
     path = _gguf()
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
@@ -78,28 +84,38 @@ def demo() -> Iterator[Demo]:
     assert (missing, unexpected) == (["lm_head.weight"], [])  # tied to the embedding
     reference.generation_config.eos_token_id = None
 
-    source = read_gguf(path)
-    raw = np.memmap(path, dtype=np.uint8, mode="r")
-    tensors = {}
-    for tensor in source.tensors:
-        values = read_rows(tensor, raw[tensor.offset : tensor.offset + tensor.bytes], 0, tensor.rows)
-        tensors[tensor.name] = torch.tensor(values).reshape(tensor.shape)
-    tokenizer = Tokenizer.from_json(source.tokenizer_json)
+    bundle = create_bundle(read_source(path), tmp_path_factory.mktemp("bundle") / "smollm2")
+    tokenizer = load_tokenizer(bundle)
     prompts = [
         tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", special=True)
         for text in QUESTIONS
     ]
-    ours = ModelConfig.from_json(msgspec.json.encode(source.architecture))
+    ours = ModelConfig.from_json(msgspec.json.encode(bundle.manifest.architecture))
     text = tokenizer.encode(inspect.getsource(inspect))[:1300]  # long, natural, and at hand everywhere
+    tensors = {dtype: _weights(bundle, f"torch-cpu-{dtype}") for dtype in ("f32", "bf16")}
     yield Demo(reference, ours, tensors, prompts, text)
     torch.set_num_threads(threads)
 
 
+def _weights(bundle: Bundle, layout: str) -> dict[str, torch.Tensor]:
+    """Views into a read-only mapping of a sealed arena, as a runtime gets it from the model owner."""
+    packed = pack(bundle, layout, on_read=lambda _: None, cancelled=threading.Event())
+    table = owner_pb2.TensorTable.FromString(packed.table)
+    (descriptor,) = packed.arena.descriptors()
+    mapping = mmap.mmap(descriptor, packed.arena.size, mmap.MAP_SHARED, mmap.PROT_READ)
+    packed.close()
+    entries = [TensorEntry(t.name, t.dtype, tuple(t.shape), t.offset, t.bytes) for t in table.tensors]
+    return tensor_views(mapping, entries)
+
+
 def _executor(demo: Demo, *, dtype: str = "f32", block_tokens: int = 16) -> Executor:
-    torch_dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    tensors = {name: t.to(torch_dtype) if t.dim() > 1 else t for name, t in demo.tensors.items()}
     return Executor(
-        demo.config, tensors, num_blocks=4096 // block_tokens, block_tokens=block_tokens, dtype=dtype, threads=2
+        demo.config,
+        demo.tensors[dtype],
+        num_blocks=4096 // block_tokens,
+        block_tokens=block_tokens,
+        dtype=dtype,
+        threads=2,
     )
 
 
@@ -133,8 +149,8 @@ def expected(demo: Demo, greedy) -> list[torch.Tensor]:
 def test_weights_are_equal(demo):
     """Two independent readers: names, order of rows and dequantization."""
     theirs = demo.reference.state_dict()
-    assert set(demo.tensors) == set(theirs) - {"lm_head.weight"}
-    for name, tensor in demo.tensors.items():
+    assert set(demo.tensors["f32"]) == set(theirs) - {"lm_head.weight"}
+    for name, tensor in demo.tensors["f32"].items():
         assert torch.equal(tensor, theirs[name]), name
 
 
