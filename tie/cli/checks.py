@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvxfer import seals
 from kvxfer.errors import SealError
+from tie.cli.settings import running_up
 
 _SHM = "/dev/shm"  # noqa: S108 (looked at, not written)
 _SHM_BYTES = 64 * 1024 * 1024
@@ -215,7 +216,7 @@ def ingress(run_dir: Path, host: str, port: int) -> Check:
         try:
             probe.bind((host, port))
         except OSError as error:
-            if (run_dir / "up.lock").exists():
+            if running_up(run_dir) is not None:
                 return Check("ingress port", Level.OK, f"{where} is in use (a node runs in {run_dir})")
             return Check("ingress port", Level.MISSING, f"{where}: {error.strerror}", "choose another with --port")
     return Check("ingress port", Level.OK, f"{where} is free")

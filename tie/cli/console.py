@@ -24,11 +24,11 @@ class Console:
         self._quiet = quiet
         self._json = json_logs
         self._colours: dict[str, str] = {}
+        self._gone = False
 
     def say(self, text: str, *, error: bool = False) -> None:
         """A message of `tie up` itself."""
-        click.secho(text, fg="red" if error else None, bold=not error, err=error)
-        (sys.stderr if error else sys.stdout).flush()
+        self._print(click.style(text, fg="red" if error else None, bold=not error), error=error)
 
     def log(self, name: str, line: str) -> None:
         """A line that the daemon `name` wrote."""
@@ -36,11 +36,20 @@ class Console:
             return
         record = parse(line) or {"message": line}
         if self._json:
-            click.echo(json.dumps({"unit": name, **record}), err=True)
+            self._print(json.dumps({"unit": name, **record}), error=True)
             return
         family = name.partition("@")[0]
         colour = self._colours.setdefault(family, _COLOURS[len(self._colours) % len(_COLOURS)])
-        click.echo(f"{click.style(f'{name:<{_NAME_WIDTH}}', fg=colour)} {readable(record)}", err=True)
+        self._print(f"{click.style(f'{name:<{_NAME_WIDTH}}', fg=colour)} {readable(record)}", error=True)
+
+    def _print(self, text: str, *, error: bool) -> None:
+        if self._gone:
+            return
+        try:
+            click.echo(text, err=error)
+            (sys.stderr if error else sys.stdout).flush()
+        except OSError:
+            self._gone = True  # the terminal or the reader has left; the node goes on without
 
 
 def parse(line: str) -> dict[str, Any] | None:

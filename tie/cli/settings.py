@@ -1,5 +1,6 @@
 """Where a node is and how it is configured, as the command line sees it."""
 
+import fcntl
 import os
 import tomllib
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ import msgspec
 from tie.daemon import config as node_config
 from tie.daemon.config import NodeConfig
 from tie.daemon.errors import ConfigError
+
+UP_LOCK = "up.lock"  # in the run directory; held by `tie up`, holds its process number
+_INSTALLED = Path("/etc/tie/node.toml")
 
 
 def default_run_dir() -> Path:
@@ -38,17 +42,36 @@ def node_toml(run_dir: Path) -> Path:
 
 
 def load_running(run_dir: Path) -> NodeConfig:
-    """The configuration of the node that runs in `run_dir`.
+    """The configuration of the node that runs in `run_dir`: what `tie up` wrote there, or the installed node's.
 
     Raises:
         ConfigError: there is none.
     """
-    path = node_toml(run_dir)
-    if not path.exists():
-        raise ConfigError(
-            f"no node runs in {run_dir}", hint="start one with `tie up`, or name its run directory with --run-dir"
-        )
-    return node_config.load(path)
+    if node_toml(run_dir).exists():
+        return node_config.load(node_toml(run_dir))
+    if _INSTALLED.exists():
+        config = node_config.load(_INSTALLED)
+        if Path(config.run_dir) == run_dir:
+            return config
+    raise ConfigError(
+        f"no node runs in {run_dir}", hint="start one with `tie up`, or name its run directory with --run-dir"
+    )
+
+
+def running_up(run_dir: Path) -> int | None:
+    """The process number of the `tie up` that holds `run_dir`, or None."""
+    try:
+        lock = os.open(run_dir / UP_LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.pread(lock, 32, 0).decode(errors="replace").strip()
+        return int(text) if text.isdigit() else 0
+    finally:
+        os.close(lock)
+    return None
 
 
 def effective(base: Path | None, overrides: Sequence[str], **values: Any) -> NodeConfig:

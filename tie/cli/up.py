@@ -92,7 +92,7 @@ def prepared(directory: Path) -> Iterator[None]:
     try:
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         status = directory.stat()
-        lock = os.open(directory / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(directory / settings.UP_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         hint = "name another one with --run-dir"
         raise ConfigError(f"cannot use {directory}: {error.strerror}", hint=hint) from error
@@ -230,7 +230,7 @@ class _Node:
             return await self._until_stopped(tasks)
         finally:
             notify("STOPPING=1")
-            self._console.say("stopping …")
+            self._console.say("stopping … (once more: at once)")
             first, *others = ([tasks[name] for name in stage if name in tasks] for stage in _STOP_STAGES)
             await stop_in_order([first])
             await asyncio.gather(*(listener.stop(_INSTANCE_STOP_S) for listener in self._listeners))

@@ -84,3 +84,13 @@ def test_log_lines_for_people_and_for_programs(capsys):
     assert people.startswith("tie-controllerd")
     assert people.endswith("node.transition to_state=error")
     assert json.loads(programs) == {"unit": "tie-controllerd", "message": "no json"}
+
+
+def test_a_terminal_that_has_left_ends_nothing(monkeypatch):
+    def gone(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(console.click, "echo", gone)
+    speaker = console.Console(quiet=False, json_logs=False)
+    speaker.say("stopping")
+    speaker.log("tie-kps", "a line")

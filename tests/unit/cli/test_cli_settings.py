@@ -1,6 +1,7 @@
 """Configuration as the command line builds it."""
 
 import contextlib
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,22 @@ def test_no_node_is_a_clear_error(tmp_path: Path) -> None:
 def test_the_run_directory_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIE_RUN_DIR", "/somewhere")
     assert settings.default_run_dir() == Path("/somewhere")
+
+
+def test_who_holds_a_run_directory_is_told_by_its_lock(tmp_path: Path) -> None:
+    assert settings.running_up(tmp_path) is None
+    (tmp_path / settings.UP_LOCK).write_text("4711")
+    assert settings.running_up(tmp_path) is None  # a former one, that ended
+    with (tmp_path / settings.UP_LOCK).open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert settings.running_up(tmp_path) == 4711
+
+
+def test_an_installed_node_is_found_by_its_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = tmp_path / "node.toml.installed"
+    config = settings.effective(None, [], run_dir=str(tmp_path / "run"))
+    installed.write_bytes(node_config.dump(config))
+    monkeypatch.setattr(settings, "_INSTALLED", installed)
+    assert settings.load_running(tmp_path / "run") == config
+    with pytest.raises(ConfigError):
+        settings.load_running(tmp_path / "elsewhere")
