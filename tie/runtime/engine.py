@@ -182,7 +182,7 @@ class Engine:
                 plan = self._scheduler.plan()
                 if plan.slices:
                     self._step(plan)
-        except Exception as error:  # noqa: BLE001 (whatever it is, no later step can be trusted)
+        except BaseException as error:  # noqa: BLE001 (whatever it is, no later step can be trusted)
             log.failure("engine.failed", error, steps=self._steps)
             with self._wake:
                 self._state = engine_pb2.STATE_FAILED

@@ -1,12 +1,15 @@
 """Constrained decoding: llguidance grammars, compiled off the step thread, as bitmasks over the vocabulary.
 
 A hostile grammar costs its own request at most: its text is capped, llguidance's fuel limits bound both compilation and
-each mask, and whoever waits for a compilation does so with a deadline (`COMPILE_DEADLINE_S`).
+each mask, whoever waits for a compilation does so with a deadline (`COMPILE_DEADLINE_S`), the compiler has a stack for
+the longest chain of references that the cap allows (it recurses along them; an overflow would end the process), and a
+panic of the library becomes an error.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Final
 
 import llguidance
@@ -14,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 COMPILE_DEADLINE_S: Final = 2.0
-MAX_GRAMMAR_BYTES: Final = 512 * 1024
+MAX_GRAMMAR_BYTES: Final = 128 * 1024
+_STACK_BYTES: Final = 128 * 1024 * 1024  # address space; memory only as deep as a grammar goes
 _WORKERS: Final = 2
 _MAX_QUEUED: Final = 64
+_START_S: Final = 30.0
 # The canary's grammar: any text at all, through the same machinery.
 _EMPTY: Final = "start: /(?s:.*)/"
 
@@ -36,7 +41,8 @@ class Grammar:
 
     def fork(self) -> "Grammar":
         """An independent copy at the same position: each of n choices walks its own way."""
-        return Grammar(self._matcher.deep_copy(), self._words * 32)
+        with _no_panic():
+            return Grammar(self._matcher.deep_copy(), self._words * 32)
 
     def mask(self) -> Mask:
         """Which tokens may come next: int32 words, bit i of word w is token 32 w + i.
@@ -45,7 +51,8 @@ class Grammar:
             GrammarError: none may (a dead end), or a limit on the work for one mask was exceeded.
         """
         mask = np.zeros(self._words, dtype=np.int32)
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        with _no_panic():
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
             raise GrammarError("the grammar is too complex at this point of the answer")
         if not mask.any():
@@ -58,7 +65,9 @@ class Grammar:
         Raises:
             GrammarError: the grammar does not allow it here.
         """
-        if not self._matcher.consume_token(token):
+        with _no_panic():
+            accepted = self._matcher.consume_token(token)
+        if not accepted:
             raise GrammarError("the grammar does not allow the chosen token")
 
     @property
@@ -80,15 +89,21 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(end_ids))
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
-        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="grammar")
+        self._workers = _workers_with_deep_stacks()
         self._slots = threading.BoundedSemaphore(_MAX_QUEUED)
+        # Made once: a canary never waits behind somebody's grammar.
+        self._empty = self._workers.submit(self._compile, _EMPTY).result(_START_S)
 
     def compile(self, text: str) -> "Future[Grammar]":
         """Starts a compilation. The future raises GrammarError where it fails.
 
         Args:
-            text: a Lark or serialized llguidance grammar; empty for the canary's, which constrains nothing.
+            text: a Lark or serialized llguidance grammar; empty for the canary's, which constrains nothing and is ready.
         """
+        if not text:
+            ready: Future[Grammar] = Future()
+            ready.set_result(self._empty.fork())
+            return ready
         if not self._slots.acquire(blocking=False):
             refused: Future[Grammar] = Future()
             refused.set_exception(GrammarError("too many grammars are being compiled"))
@@ -100,7 +115,8 @@ class GrammarCompiler:
     def _compile(self, text: str) -> Grammar:
         if len(text.encode()) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"the grammar is larger than {MAX_GRAMMAR_BYTES} bytes")
-        matcher = llguidance.LLMatcher(self._tokenizer, text or _EMPTY, log_level=0, limits=self._limits)
+        with _no_panic():
+            matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
             # llguidance's own message quotes the grammar.
             raise GrammarError("the grammar does not compile or is too complex")
@@ -109,3 +125,28 @@ class GrammarCompiler:
     def close(self) -> None:
         """Ends the threads; compilations that have not begun are dropped."""
         self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+def _workers_with_deep_stacks() -> ThreadPoolExecutor:
+    workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="grammar")
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        # The pool makes a thread only when none is idle: all meet here, so all are made now, with this size.
+        started = threading.Barrier(_WORKERS + 1)
+        for _ in range(_WORKERS):
+            workers.submit(started.wait, _START_S)
+        started.wait(_START_S)
+    finally:
+        threading.stack_size(before)
+    return workers
+
+
+@contextmanager
+def _no_panic() -> Iterator[None]:
+    """Turns a Rust panic, which Python sees as a BaseException of its own, into a GrammarError without its text."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise GrammarError("the grammar is more than the compiler can take") from None

@@ -71,6 +71,19 @@ def test_a_fork_walks_its_own_way(compiler, token_of):
     assert allowed(second.mask()) == {token_of("d")}
 
 
+@pytest.mark.parametrize("rule", ["a", "A"], ids=["rules", "terminals"])
+def test_a_long_chain_of_references_does_not_overflow_a_stack(compiler, token_of, rule):
+    chain = "".join(f"{rule}{index}: {rule}{index + 1}\n" for index in range(9000))
+    grammar = compiled(compiler, f'start: {rule}0\n{chain}{rule}9000: "x"\n')
+    assert allowed(grammar.mask()) == {token_of("x")}
+    grammar.accept(token_of("x"))
+    assert grammar.complete
+
+
+def test_the_canarys_grammar_is_ready_even_when_the_compiler_is_not(compiler):
+    assert compiler.compile("").done()
+
+
 @pytest.mark.parametrize(
     "text",
     ["start: (((", "nonsense", '{"grammars": 7}', "start: other", "x" * (MAX_GRAMMAR_BYTES + 1)],
