@@ -1,0 +1,57 @@
+"""`./run`, as far as it can be tested without setting anything up."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tie.cli import bootstrap
+
+RUN = Path(__file__).parents[3] / "run"
+
+
+def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ["/bin/sh", str(RUN), *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_help_and_unknown_commands():
+    path = "/usr/local/bin:/usr/bin:/bin"
+    python = shutil.which("python3.11") or shutil.which("python3.12") or ""
+    helped = run("--help", PATH=path, TIE_PYTHON=python, HOME="/nonexistent")
+    assert helped.returncode == 0
+    assert all(word in helped.stdout for word in ("demo", "test", "tie", "setup", "lock"))
+    assert run("bogus", PATH=path, TIE_PYTHON=python, HOME="/nonexistent").returncode == 2
+
+
+def test_without_a_suitable_python_it_says_where_to_get_one(tmp_path):
+    (tmp_path / "cat").symlink_to(shutil.which("cat") or "/bin/cat")
+    done = run("demo", PATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "apt-get install python3.11" in done.stderr
+
+
+def test_a_missing_system_package_is_named_with_its_command(monkeypatch):
+    monkeypatch.setattr(bootstrap.os, "geteuid", lambda: 1000)
+    with pytest.raises(bootstrap.SetupError, match=r"sudo apt-get install -y .* libpython3\.11"):
+        bootstrap.install(["libpython3.11"])
+    bootstrap.install([])
+
+
+def test_the_environment_is_made_anew_when_the_lock_changes(monkeypatch, tmp_path):
+    before = bootstrap.fingerprint()
+    assert before == bootstrap.fingerprint()
+    other = tmp_path / "requirements.lock"
+    other.write_bytes(bootstrap.LOCK.read_bytes() + b"\n")
+    monkeypatch.setattr(bootstrap, "LOCK", other)
+    assert bootstrap.fingerprint() != before
+
+
+def test_the_size_of_a_file_on_this_disk_is_known(tmp_path):
+    wheel = tmp_path / "a b.whl"
+    wheel.write_bytes(bytes(123))
+    assert bootstrap.size_of(wheel.as_uri()) == (123, True)
+    assert bootstrap.size_of((tmp_path / "none.whl").as_uri()) == (0, True)
+    assert bootstrap.size_of("http://127.0.0.1:9/x.whl") == (0, False)
