@@ -77,7 +77,7 @@ def serve() -> int:
         _drain(ended)
         server.kill()
     code = server.wait()
-    # Its stub follows it at once, but is not our child: whatever it still writes dies with its last mapping.
+    # They have no names any more, unless it ended before its model was loaded.
     environment.remove_regions(os.environ[environment.SHM_PREFIX])
     return code if code >= 0 else 128 - code
 

@@ -22,6 +22,6 @@ def regions(prefix: str) -> list[Path]:
 
 
 def remove_regions(prefix: str) -> None:
-    """Unlinks what a killed Triton left behind."""
+    """Takes their names away; who has mapped one keeps it."""
     for region in regions(prefix):
         region.unlink(missing_ok=True)

@@ -98,7 +98,7 @@ class GrammarCompiler:
         """Starts a compilation. The future raises GrammarError where it fails.
 
         Args:
-            text: a Lark or serialized llguidance grammar; empty for the canary's, which constrains nothing and is ready.
+            text: a Lark or serialized llguidance grammar; empty for the canary's, which allows any text and is ready.
         """
         if not text:
             ready: Future[Grammar] = Future()

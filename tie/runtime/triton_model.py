@@ -43,8 +43,9 @@ class TritonPythonModel:
         protect_process()
         _follow_parent()
         _require_sound_numpy()
-        for region in environment.regions(os.environ[environment.SHM_PREFIX]):
-            region.chmod(0o600)  # Triton makes them readable by all; requests and answers pass through
+        # Requests and answers pass through a region that Triton makes readable by all. Both sides have mapped it by
+        # now: without a name nobody else can open it, and nothing is left however they end.
+        environment.remove_regions(os.environ[environment.SHM_PREFIX])
         self._responder = Responder()
         try:
             config = node_config.load(Path(os.environ[environment.CONFIG]))

@@ -119,7 +119,7 @@ class RuntimeNode:
     def launch(self) -> Runtime:
         self.runtimes.append(Runtime(self))
         runtime = self.runtimes[-1].wait_ready()
-        assert len(self.shm_regions()) == 1, "shared memory of an earlier runtime is left"
+        assert self.shm_regions() == [], "Triton's shared memory has a name"
         return runtime
 
     async def engine(self, **kind) -> engine_pb2.EngineReply:
