@@ -1,7 +1,7 @@
 """A JSON schema, regular expression, grammar or forced tool call as one llguidance grammar.
 
 It is compiled here first, in the process that lives for this request alone: what does not compile never reaches the
-runtime that others share. The compiler is imported only when there is something to compile.
+runtime that others share.
 """
 
 import json
@@ -9,10 +9,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from tie.app.outcome import RefusalError, invalid, unsupported
-from tie.proto import app_pb2, request_pb2
+from tie.app import compiling
+from tie.app.outcome import invalid, unsupported
+from tie.app.schemas import enforceable
+from tie.proto import request_pb2
 
-MAX_GRAMMAR_BYTES: Final = 256 * 1024
 MAX_TOOLS: Final = 128
 MAX_NESTING: Final = 64
 _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -77,15 +78,15 @@ def grammar(request: request_pb2.InferenceRequest) -> str | None:
             schema = json_value(constraint.json_schema, field)
             if not isinstance(schema, dict | bool):
                 raise invalid(field, "must be a JSON schema: an object or a boolean")
-            return _compiled({"json_schema": schema}, field)
+            return _compiled({"json_schema": enforceable(schema)}, field)
         case "json_object":
-            return _compiled({"json_schema": {"type": "object"}}, field)
+            return _compiled({"json_schema": enforceable({"type": "object"})}, field)
         case "regex":
             if not constraint.regex:
                 raise invalid(field, "is empty")
-            from llguidance import LLMatcher  # as below
+            from llguidance import LLMatcher  # late, as most requests do without
 
-            return _checked(LLMatcher.grammar_from_regex(constraint.regex), field)
+            return compiling.check(LLMatcher.grammar_from_regex(constraint.regex), field)
         case "lark":
             if not constraint.lark.strip():
                 raise invalid(field, "is empty")
@@ -145,15 +146,4 @@ def _tool_call(forced: Sequence[tuple[int, request_pb2.Tool]]) -> dict[str, Any]
 
 
 def _compiled(body: dict[str, Any], field: str) -> str:
-    return _checked(json.dumps({"grammars": [body]}), field)
-
-
-def _checked(text: str, field: str) -> str:
-    if len(text) > MAX_GRAMMAR_BYTES:
-        raise RefusalError(app_pb2.STATUS_GRAMMAR_REFUSED, f"{field}: is over {MAX_GRAMMAR_BYTES} bytes")
-    from llguidance import LLMatcher  # 30 ms that most requests need not spend
-
-    refused, messages = LLMatcher.validate_grammar_with_warnings(text, None)
-    if refused:
-        raise RefusalError(app_pb2.STATUS_GRAMMAR_REFUSED, f"{field}: does not compile: {messages[0]}")
-    return text
+    return compiling.check(json.dumps({"grammars": [body]}), field)
