@@ -18,7 +18,7 @@ MAX_GRAMMAR_BYTES: Final = 128 * 1024
 COMPILE_CPU_S: Final = 0.2  # of the compiler's own work; the largest schemas in use take a tenth of it
 COMPILE_WALL_S: Final = 2.0  # on a machine that has other things to do
 _LOOK_S: Final = 0.02
-_STACK_BYTES: Final = 96 * 1024 * 1024  # a chain of as many references as fit into MAX_GRAMMAR_BYTES takes half of it
+_STACK_BYTES: Final = 48 * 1024 * 1024  # twice what a chain of references as long as MAX_GRAMMAR_BYTES allows takes
 _MAX_REASON: Final = 300
 _KEYWORDS: Final = re.compile(r"Unimplemented keys: \[(.*)\]")
 

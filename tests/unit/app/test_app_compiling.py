@@ -1,6 +1,7 @@
 """Trying grammars out: hostile ones are refused or compile in good time, and are told why."""
 
 import json
+import threading
 import time
 
 import pytest
@@ -52,6 +53,16 @@ BOMBS = {
     "negations": {"not": {"anyOf": [{"required": [f"a{i}", f"b{i}"]} for i in range(500)]}},
     "dependencies": {"dependentRequired": {f"a{i}": [f"b{i}"] for i in range(200)}, "type": "object"},
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_abandoned_runs():
+    """A process has one trial in its life; these tests have many, and an overdue one works on."""
+    yield
+    for thread in threading.enumerate():
+        if isinstance(thread, compiling._Trial):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def refused(text: str) -> RefusalError | None:
@@ -108,8 +119,6 @@ def test_the_reason_names_what_is_in_the_way(schema, words):
 
 
 def test_a_stack_size_is_left_as_it_was():
-    import threading
-
     before = threading.stack_size()
     compiling.check('start: "a"', "constraint.lark")
     assert threading.stack_size() == before
