@@ -25,7 +25,7 @@ from tie.daemon import log
 from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.choice import Choice
-from tie.runtime.grammar import GrammarCompiler
+from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.jobs import Job, Jobs, Sink
 from tie.runtime.metrics import EngineMetrics
 from tie.runtime.request import Bounds, Request

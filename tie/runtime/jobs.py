@@ -11,7 +11,8 @@ from tie.assets.tokenizer import Tokenizer
 from tie.daemon import log
 from tie.proto import runtime_pb2
 from tie.runtime.choice import Choice, Outcome
-from tie.runtime.grammar import COMPILE_DEADLINE_S, Grammar, GrammarError
+from tie.runtime.grammar import Grammar, GrammarError
+from tie.runtime.grammar_compiler import COMPILE_DEADLINE_S
 from tie.runtime.metrics import EngineMetrics
 from tie.runtime.request import Request
 from tie.runtime.scheduler import Scheduler
@@ -207,6 +208,8 @@ class Jobs:
         for choice in job.choices:
             self._release(choice)
         job.done = True
+        if job.compiling:
+            job.compiling.cancel()  # so that nobody waits behind a grammar that nobody waits for
         self._jobs.remove(job)
         self._metrics.requests.labels(kind="canary" if job.canary else "request", outcome=outcome).inc()
         job.sink.emit(event, last=True)

@@ -11,7 +11,7 @@ from typing import Final
 
 from tie.bones.sampler import SamplingParams
 from tie.proto import runtime_pb2
-from tie.runtime.grammar import MAX_GRAMMAR_BYTES
+from tie.runtime.grammar_compiler import MAX_GRAMMAR_BYTES
 from tie.runtime.sequence import Priority
 from tie.runtime.stops import MAX_STOP_CHARACTERS, MAX_STOPS
 

@@ -22,7 +22,7 @@ from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.control_server import ControlServer
 from tie.runtime.engine import Engine
-from tie.runtime.grammar import GrammarCompiler
+from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.kv_server import KvServer
 from tie.runtime.owner_client import Weights, attach
 from tie.runtime.request import Bounds, RequestRefusedError, check
@@ -64,7 +64,10 @@ class RuntimeService:
             dtype=runtime.dtype,
             threads=runtime.threads or len(os.sched_getaffinity(0)),
         )
-        self.engine = _engine(runtime, self._bundle, model, self._executor, on_failure)
+        self._grammars = GrammarCompiler(
+            self._bundle.read(TOKENIZER_FILE).decode(), model.vocab_size, manifest.tokenizer.end_of_turn_ids
+        )
+        self.engine = _engine(runtime, self._bundle, model, self._executor, self._grammars, on_failure=on_failure)
         self.engine.start()
         log.event("runtime.started", instance_id=instance_id, model=manifest.model, executor=self._executor.layout_id)
         self._kv = KvServer(
@@ -96,6 +99,7 @@ class RuntimeService:
                 break
             idle.wait(0.02)
         self.engine.stop(timeout=5)
+        self._grammars.close()
         self._control.close()
         self._kv.close()
 
@@ -160,7 +164,13 @@ class _Last:
 
 
 def _engine(
-    runtime: RuntimeConfig, bundle: Bundle, model: ModelConfig, executor: Executor, on_failure: Callable[[], None]
+    runtime: RuntimeConfig,
+    bundle: Bundle,
+    model: ModelConfig,
+    executor: Executor,
+    grammars: GrammarCompiler,
+    *,
+    on_failure: Callable[[], None],
 ) -> Engine:
     if runtime.step_tokens <= runtime.max_running:
         raise ConfigError(
@@ -168,14 +178,13 @@ def _engine(
         )
     pool = BlockPool(executor.num_blocks, executor.block_tokens)
     context = min(runtime.context_tokens or model.context_tokens, model.context_tokens)
-    end_ids = bundle.manifest.tokenizer.end_of_turn_ids
     return Engine(
         executor,
         pool,
         Limits(step_tokens=runtime.step_tokens, max_running=runtime.max_running, max_waiting=runtime.max_waiting),
         Bounds(vocab_size=model.vocab_size, max_length=min(context, pool.total * pool.block_tokens)),
         tokenizer=load_tokenizer(bundle),
-        end_ids=frozenset(end_ids),
-        grammars=GrammarCompiler(bundle.read(TOKENIZER_FILE).decode(), model.vocab_size, end_ids),
+        end_ids=frozenset(bundle.manifest.tokenizer.end_of_turn_ids),
+        grammars=grammars,
         on_failure=on_failure,
     )

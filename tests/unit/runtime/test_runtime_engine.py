@@ -13,7 +13,7 @@ from tie.proto import engine_pb2
 from tie.proto import runtime_pb2 as pb
 from tie.runtime.blocks import BlockPool
 from tie.runtime.engine import Engine
-from tie.runtime.grammar import GrammarCompiler
+from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.request import Bounds, check
 from tie.runtime.scheduler import Limits
 

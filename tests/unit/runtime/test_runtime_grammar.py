@@ -5,7 +5,8 @@ import pytest
 
 from tie.assets.manifest import TOKENIZER_FILE
 from tie.assets.sample import make_sample_bundle
-from tie.runtime.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, GrammarError
+from tie.runtime.grammar import GrammarError
+from tie.runtime.grammar_compiler import MAX_GRAMMAR_BYTES, GrammarCompiler
 
 VOCABULARY = 300  # wider than the tokenizer's 259, as models' often are
 

@@ -1,0 +1,132 @@
+"""Compiling grammars: bombs end in their trial, however many there are, and others are served meanwhile."""
+
+import json
+import os
+import time
+
+import pytest
+
+from tie.assets.manifest import TOKENIZER_FILE
+from tie.assets.sample import make_sample_bundle
+from tie.runtime import grammar_compiler
+from tie.runtime.grammar import GrammarError
+from tie.runtime.grammar_compiler import MAX_GRAMMAR_BYTES, GrammarCompiler
+from tie.runtime.grammar_trial import Verdict
+from tie.runtime.trials import Trials
+
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json(tmp_path_factory):
+    return make_sample_bundle(tmp_path_factory.mktemp("compiler") / "bundle").read(TOKENIZER_FILE).decode()
+
+
+@pytest.fixture
+def trials(tokenizer_json):
+    trials = Trials(tokenizer_json, 300, (258,))
+    yield trials
+    trials.close()
+
+
+@pytest.fixture
+def compiler(tokenizer_json):
+    compiler = GrammarCompiler(tokenizer_json, 300, (258,))
+    yield compiler
+    compiler.close()
+
+
+def schema(value) -> str:
+    return json.dumps({"grammars": [{"json_schema": value}]})
+
+
+GOOD = schema({"type": "object", "properties": {"a": {"type": "integer"}}})
+# Six seconds of work from a few hundred bytes.
+BUSY = schema({"allOf": [{"type": "number", "multipleOf": p} for p in (1e-9, 7, 11, 13, 17, 19, 23, 29, 31, 37)]})
+# Overflows any stack that a thread is given by default, and the one of a trial.
+DEEP = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(60_000)) + '\nr60000: "a"'
+
+
+def test_a_trial_tells_what_compiles(trials):
+    assert trials.passes(GOOD) is Verdict.GOOD
+    assert trials.passes('start: "a"') is Verdict.GOOD
+    assert trials.passes("start: (((") is Verdict.REFUSED
+    assert trials.passes("") is Verdict.REFUSED
+    assert trials.passes("\ud800") is Verdict.REFUSED
+    assert trials.passes(schema({"not": {"pattern": "a"}})) is Verdict.REFUSED
+
+
+def test_what_takes_too_long_or_too_much_stack_ends_its_trial_only(trials):
+    assert trials.passes(BUSY) is Verdict.OVERDUE
+    assert trials.passes(DEEP) is Verdict.OVERDUE
+    process = trials._process
+    assert trials.passes(GOOD) is Verdict.GOOD
+    assert trials._process is process
+
+
+def test_a_trial_process_that_died_is_replaced(trials):
+    assert trials.passes(GOOD) is Verdict.GOOD
+    trials._process.kill()
+    trials._process.wait(WAIT_S)
+    assert trials.passes(GOOD) is Verdict.GOOD
+
+
+def test_a_trial_process_that_says_nonsense_is_not_believed(trials):
+    trials.start()
+    reader, writer = os.pipe()
+    trials._process.stdout.close()
+    trials._process.stdout = os.fdopen(reader, "rb", buffering=0)
+    os.write(writer, b"?")
+    with pytest.raises(OSError):
+        trials.passes(GOOD)
+    os.close(writer)
+    assert trials.passes(GOOD) is Verdict.GOOD
+
+
+@pytest.mark.parametrize("text", [BUSY, "start: (((", "x" * (MAX_GRAMMAR_BYTES + 1)], ids=["busy", "broken", "large"])
+def test_a_refusal_does_not_quote_the_grammar(compiler, text):
+    with pytest.raises(GrammarError) as caught:
+        compiler.compile(text).result(WAIT_S)
+    assert text not in str(caught.value)
+
+
+def test_the_largest_text_that_may_be_compiled_does_not_end_this_process(compiler):
+    rules = next(n for n in range(8000, 12_000, 10) if len(chain(n + 10)) > MAX_GRAMMAR_BYTES)
+    assert compiler.compile(chain(rules)).result(WAIT_S).mask().any()
+
+
+def chain(rules: int) -> str:
+    return "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(rules)) + f'\nr{rules}: "a"'
+
+
+def test_a_hundred_bombs_end_and_leave_nothing_behind(compiler):
+    began = time.monotonic()
+    bombs = [compiler.compile(BUSY) for _ in range(100)]
+    behind = compiler.compile(GOOD)  # more than may wait: refused at once rather than late
+    with pytest.raises(GrammarError, match="too many"):
+        behind.result(0)
+    assert time.monotonic() - began < 5
+    for bomb in bombs[10:]:
+        bomb.cancel()  # as the engine does when a request's time is over
+    assert compiler.compile(GOOD).result(WAIT_S).mask().any()
+    for bomb in bombs[:10]:
+        with pytest.raises(GrammarError):
+            bomb.result(WAIT_S)
+    # All places are free again.
+    good = [compiler.compile(GOOD) for _ in range(grammar_compiler._MAX_QUEUED)]
+    assert all(future.result(WAIT_S) for future in good)
+
+
+def test_without_trials_grammars_are_refused_and_the_canary_is_not(compiler, monkeypatch):
+    monkeypatch.setattr(Trials, "passes", lambda _self, _text: (_ for _ in ()).throw(OSError()))
+    with pytest.raises(GrammarError, match="now"):
+        compiler.compile(GOOD).result(WAIT_S)
+    assert compiler.compile("").result(WAIT_S).mask().any()
+
+
+def test_closing_ends_the_trial_processes(tokenizer_json):
+    compiler = GrammarCompiler(tokenizer_json, 300, (258,))
+    compiler.compile(GOOD).result(WAIT_S)
+    processes = [trials._process for trials in compiler._trials]
+    compiler.close()
+    assert all(process is None or process.returncode is not None for process in processes)
