@@ -9,12 +9,14 @@ import grpc
 from controllerd import triggers
 from controllerd.controller import Controller
 from controllerd.recycle import RecycleRecord
+from controllerd.states import State
 from controllerd.status import STATES, essence, node_status
 from tie.daemon.errors import PeerError, PeerTimeoutError
+from tie.proto import cloudboard_pb2, control_pb2_grpc
 from tie.proto import control_pb2 as pb
-from tie.proto import control_pb2_grpc
 
 _LONGEST_DRAIN_S = 3600.0
+_ANNOUNCE_S = 5.0  # until CloudBoard acknowledges what it was told
 _REASONS = frozenset({triggers.OPERATOR, triggers.ASSET})
 
 
@@ -60,6 +62,9 @@ class NodeControl(control_pb2_grpc.NodeControlServicer):
         while True:
             progress = self._progress(recycle)
             now = (progress.state, progress.in_flight, progress.old_instance_id, progress.finished)
+            if progress.finished:
+                # Who hears "finished" may ask the node at once: CloudBoard has to know by then.
+                await self._controller.bell.until(self._announced, _ANNOUNCE_S)
             if now != shown:
                 shown = now
                 yield progress
@@ -87,6 +92,14 @@ class NodeControl(control_pb2_grpc.NodeControlServicer):
         except PeerError:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "no runtime to warm")
         return node_status(self._controller)
+
+    def _announced(self) -> bool:
+        controller = self._controller
+        return (
+            controller.state is not State.AVAILABLE
+            or not controller.cloudboard.attached
+            or controller.cloudboard.in_force == cloudboard_pb2.STATE_AVAILABLE
+        )
 
     def _progress(self, recycle: RecycleRecord) -> pb.RecycleProgress:
         controller = self._controller
