@@ -1,5 +1,6 @@
-"""What one token means for one choice of a request: text, stop strings, grammar, the end."""
+"""What a token means for one choice of a request: text, stop strings, grammar, the end."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tie.assets.tokenizer import Tokenizer
@@ -13,7 +14,7 @@ from tie.runtime.stops import StopMatcher
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one sampled token: perhaps tokens to send, perhaps the end."""
+    """What became of new tokens: perhaps some to send, perhaps the end."""
 
     tokens: runtime_pb2.Tokens | None
     finished: runtime_pb2.Finished | None
@@ -57,6 +58,32 @@ class Choice:
         self._end_ids = request.stop_ids if request.ignore_eos else request.stop_ids | end_ids
         # What an answer that is still too short must not end with.
         self._enders: tuple[int, ...] = tuple(sorted(request.stop_ids | end_ids))
+        if grammar:
+            # What has no logits has no logprobs, and to forbid a token is the sampler's business.
+            params = request.params[index]
+            forbids = bool(params.bad_ids) or params.allowed_ids is not None or request.min_tokens > 0
+            grammar.forces = request.logprobs is None and not forbids
+            grammar.begin()  # while the prompt is computed
+
+    def ready(self, timeout: float) -> bool:
+        """Whether `forced` and `row` answer at once, after waiting for the grammar for at most `timeout` seconds.
+
+        Raises:
+            GrammarError: it takes too long.
+        """
+        return self._grammar is None or self._grammar.ready(timeout)
+
+    def forced(self) -> Outcome | None:
+        """Appends the tokens that the grammar forces, if any, and says what follows from them.
+
+        Their place in the text is known without the model, their keys and values are not: these are computed in the
+        next step, like a prompt's.
+
+        Raises:
+            GrammarError: the grammar allows no token.
+        """
+        ids = self._grammar.forced() if self._grammar else ()
+        return self._append([Sampled(token) for token in ids]) if ids else None
 
     def row(self) -> SampleRow:
         """How to choose the next token.
@@ -81,6 +108,22 @@ class Choice:
         Raises:
             GrammarError: the grammar does not allow it.
         """
+        return self._append([sampled])
+
+    def _append(self, new: Iterable[Sampled]) -> Outcome:
+        tokens = runtime_pb2.Tokens(index=self.index)
+        finished = None
+        for sampled in new:
+            finished = self._append_one(sampled, tokens)
+            if finished:
+                break
+        else:
+            if self._grammar:
+                self._grammar.begin()  # while the next step runs
+        return Outcome(tokens if tokens.token_ids else None, finished)
+
+    def _append_one(self, sampled: Sampled, tokens: runtime_pb2.Tokens) -> runtime_pb2.Finished | None:
+        """One token: into the sequence, into `tokens` where it is shown. Returns the end, if that is it."""
         token = sampled.token_id
         self.sequence.output.append(token)
         ended = token in self._end_ids
@@ -89,16 +132,17 @@ class Choice:
         # A token that ends the answer is no part of it, unless asked for.
         shown = not ended or self._request.include_stop
         match = self._stops.feed(self._decoder.feed(token)) if shown else None
-        # With the stop string complete, what will be dropped must not leave with the token that completed it.
-        hold = match.drop_bytes if match else self._stops.hold_bytes
-        tokens = self._tokens(token, sampled, hold) if shown else None
+        if shown:
+            tokens.token_ids.append(token)
+            # With the stop string complete, what will be dropped must not leave with the token that completed it.
+            tokens.hold_bytes = match.drop_bytes if match else self._stops.hold_bytes
+            if self._request.logprobs is not None:
+                tokens.logprobs.add(logprob=sampled.logprob, top_ids=sampled.top_ids, top_logprobs=sampled.top_logprobs)
         if match:
-            return Outcome(tokens, self.finished(runtime_pb2.REASON_STOP_STRING, drop_bytes=match.drop_bytes))
+            return self.finished(runtime_pb2.REASON_STOP_STRING, drop_bytes=match.drop_bytes)
         if ended or (self._grammar and self._grammar.complete):
-            return Outcome(tokens, self.finished(runtime_pb2.REASON_STOP_TOKEN))
-        if self.sequence.full:
-            return Outcome(tokens, self.finished(runtime_pb2.REASON_LENGTH))
-        return Outcome(tokens, None)
+            return self.finished(runtime_pb2.REASON_STOP_TOKEN)
+        return self.finished(runtime_pb2.REASON_LENGTH) if self.sequence.full else None
 
     def finished(self, reason: "runtime_pb2.Reason.ValueType", *, drop_bytes: int = 0) -> runtime_pb2.Finished:
         """The message that ends this choice."""
@@ -109,9 +153,3 @@ class Choice:
             prompt_tokens=len(self.sequence.prompt),
             completion_tokens=len(self.sequence.output),
         )
-
-    def _tokens(self, token: int, sampled: Sampled, hold_bytes: int) -> runtime_pb2.Tokens:
-        tokens = runtime_pb2.Tokens(index=self.index, token_ids=[token], hold_bytes=hold_bytes)
-        if self._request.logprobs is not None:
-            tokens.logprobs.add(logprob=sampled.logprob, top_ids=sampled.top_ids, top_logprobs=sampled.top_logprobs)
-        return tokens

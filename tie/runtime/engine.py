@@ -1,6 +1,6 @@
 """The engine: one thread that turns requests into tokens, step by step.
 
-    plan → forward → sample → text, stops, grammar → events
+    plan → forward → choose (grammar, sample) → text, stops → events
 
 Everybody else talks to it through thread-safe calls (`submit`, `cancel`, `drain`, `status`), which leave a note in its
 inbox; it reads the inbox between two steps, so each is honoured within one. A request that misbehaves fails alone. If
@@ -18,13 +18,11 @@ from typing import Protocol
 import torch
 
 from tie.assets.tokenizer import Tokenizer
-from tie.bones.errors import SamplingError
 from tie.bones.executor import Batch, SequenceSlice
-from tie.bones.sampler import Sampled, SampleRow, sample
 from tie.daemon import log
 from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
-from tie.runtime.choice import Choice
+from tie.runtime.chooser import Chooser
 from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.jobs import Job, Jobs, Sink
 from tie.runtime.metrics import EngineMetrics
@@ -102,6 +100,7 @@ class Engine:
             metrics=self.metrics,
             on_end=self._ended,
         )
+        self._chooser = Chooser(self._jobs)
         self._drain_deadline: float | None = None
         self._stopping = False
         self._steps = 0
@@ -182,6 +181,8 @@ class Engine:
                 plan = self._scheduler.plan()
                 if plan.slices:
                     self._step(plan)
+                elif self._chooser:
+                    self._chooser.choose(_POLL_S)
         except BaseException as error:  # noqa: BLE001 (whatever it is, no later step can be trusted)
             log.failure("engine.failed", error, steps=self._steps)
             with self._wake:
@@ -193,32 +194,9 @@ class Engine:
         began = time.monotonic()
         logits = self._executor.forward(Batch(tuple(map(_slice, plan.slices))))
         self._scheduler.computed(plan)
-        for job, choice, sampled in self._sample(plan, logits):
-            with self._jobs.alone(job):
-                self._jobs.deliver(job, choice, choice.accept(sampled))
+        self._chooser.add(plan, logits)
+        self._chooser.choose()
         self._record(plan, time.monotonic() - began)
-
-    def _sample(self, plan: Plan, logits: torch.Tensor) -> list[tuple[Job, Choice, Sampled]]:
-        """One new token for every slice that has logits; a row that allows none fails its request."""
-        choosers: list[tuple[int, Job, Choice, SampleRow]] = []
-        for index, part in enumerate(part for part in plan.slices if part.logits):
-            job, choice = self._jobs.owner(part.sequence)
-            if not job.done:
-                with self._jobs.alone(job):
-                    choosers.append((index, job, choice, choice.row()))
-        while choosers:
-            indices = [index for index, _, _, _ in choosers]
-            try:
-                chosen = sample(
-                    logits if len(indices) == len(logits) else logits[indices], [row for _, _, _, row in choosers]
-                )
-            except SamplingError as error:
-                for row in error.rows:
-                    self._jobs.fail(choosers[row][1], runtime_pb2.CODE_INVALID, "sampling: no token is left to choose")
-                choosers = [chooser for chooser in choosers if not chooser[1].done]
-            else:
-                return [(job, choice, token) for (_, job, choice, _), token in zip(choosers, chosen, strict=True)]
-        return []
 
     def _read_inbox(self) -> None:
         with self._wake:

@@ -1,8 +1,8 @@
 """Constrained decoding: one choice's position in a llguidance grammar, as bitmasks over the vocabulary.
 
-The mask for the next token is computed on a thread of its own from the moment that the last token is known, thus while
-the forward pass runs. llguidance gives the GIL back meanwhile, and bounds the work for one mask. Where a grammar allows
-one continuation only, its tokens are known without asking the model (`forced`).
+What may come next is computed on a thread of its own from the moment that the last token is known, thus while the
+forward pass runs. llguidance gives the GIL back meanwhile, and bounds the work for one mask. Where a grammar allows one
+continuation only, its tokens are known without asking the model.
 """
 
 import threading
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -24,20 +25,37 @@ class GrammarError(Exception):
     """The grammar does not compile, is too large, or allows no further token. Carries no text of the grammar."""
 
 
+@dataclass(frozen=True, slots=True)
+class Next:
+    """What may follow a position: the one continuation there is, or else any token of a mask.
+
+    Attributes:
+        forced: tokens, as the tokenizer would write them.
+        mask: int32 words, bit i of word w is token 32 w + i; None where there are forced tokens.
+    """
+
+    forced: tuple[int, ...]
+    mask: Mask | None
+
+
 class Grammar:
-    """One choice's position in its grammar. Owned by one thread; only the mask is computed on another.
+    """One choice's position in its grammar. Owned by one thread; only what comes next is computed on another.
 
     Args:
         matcher: llguidance's, at this position.
         vocab_size: the width of the masks, in tokens.
         workers: compute masks.
+
+    Attributes:
+        forces: whether to look for forced tokens.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, workers: ThreadPoolExecutor) -> None:
+        self.forces = False
         self._matcher = matcher
         self._words = -(-vocab_size // 32)
         self._workers = workers
-        self._mask: Future[Mask] | None = None
+        self._next: Future[Next] | None = None
         self._begun = 0.0
 
     def fork(self) -> "Grammar":
@@ -45,35 +63,40 @@ class Grammar:
         with no_panic():
             return Grammar(self._matcher.deep_copy(), self._words * 32, self._workers)
 
-    def begin(self) -> "Future[Mask]":
-        """Starts on the mask for the next token."""
-        if self._mask is None:
+    def begin(self) -> "Future[Next]":
+        """Starts on what comes next."""
+        if self._next is None:
             self._begun = time.monotonic()
-            self._mask = self._workers.submit(self._compute)
-        return self._mask
+            self._next = self._workers.submit(self._compute)
+        return self._next
 
     def ready(self, timeout: float = 0.0) -> bool:
-        """Whether `mask` answers at once, after waiting for at most `timeout` seconds.
+        """Whether `forced` and `mask` answer at once, after waiting for at most `timeout` seconds.
 
         Raises:
-            GrammarError: the mask takes longer than any mask may.
+            GrammarError: it takes longer than any mask may.
         """
-        if wait([self.begin()], timeout).done:
+        if self.begin().done() or wait([self.begin()], timeout).done:
             return True
         if time.monotonic() - self._begun >= MASK_DEADLINE_S:
             raise GrammarError("the grammar is too complex at this point of the answer")
         return False
 
-    def mask(self) -> Mask:
-        """Which tokens may come next: int32 words, bit i of word w is token 32 w + i.
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that must come next; mostly none. Does not move on.
+
+        Raises:
+            GrammarError: as `mask`.
+        """
+        return self._known().forced
+
+    def mask(self) -> Mask | None:
+        """Which tokens may come next; None where some are forced.
 
         Raises:
             GrammarError: none may (a dead end), or a limit on the work for one mask was exceeded.
         """
-        try:
-            return self.begin().result(MASK_DEADLINE_S)
-        except TimeoutError:
-            raise GrammarError("the grammar is too complex at this point of the answer") from None
+        return self._known().mask
 
     def accept(self, token: int) -> None:
         """Moves on by one token.
@@ -81,35 +104,37 @@ class Grammar:
         Raises:
             GrammarError: the grammar does not allow it here.
         """
-        if self._mask and not self._mask.done():
-            self.mask()  # nobody else may touch the matcher meanwhile
-        self._mask = None
+        if self._next and not self._next.done():
+            self._known()  # nobody else may touch the matcher meanwhile
+        self._next = None
         with no_panic():
             accepted = self._matcher.consume_token(token)
         if not accepted:
             raise GrammarError("the grammar does not allow the chosen token")
-
-    def forced(self) -> list[int]:
-        """The tokens that must come next, as the tokenizer would write them; mostly none. Does not move on."""
-        if self._mask:
-            return []  # the model was asked already
-        with no_panic():
-            return list(self._matcher.compute_ff_tokens())
 
     @property
     def complete(self) -> bool:
         """Whether nothing may follow any more."""
         return bool(self._matcher.is_stopped())
 
-    def _compute(self) -> Mask:
-        mask = np.zeros(self._words, dtype=np.int32)
+    def _known(self) -> Next:
+        try:
+            return self.begin().result(MASK_DEADLINE_S)
+        except TimeoutError:
+            raise GrammarError("the grammar is too complex at this point of the answer") from None
+
+    def _compute(self) -> Next:
         with no_panic():
+            forced = tuple(self._matcher.compute_ff_tokens()) if self.forces else ()
+            if forced:
+                return Next(forced, None)
+            mask = np.zeros(self._words, dtype=np.int32)
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
             raise GrammarError("the grammar is too complex at this point of the answer")
         if not mask.any():
             raise GrammarError("the grammar allows no further token")
-        return mask
+        return Next((), mask)
 
 
 @contextmanager

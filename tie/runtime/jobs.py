@@ -144,10 +144,10 @@ class Jobs:
         self._metrics.prompt_tokens.inc(len(request.prompt))
 
     def deliver(self, job: Job, choice: Choice, outcome: Outcome) -> None:
-        """Sends what became of one token."""
+        """Sends what became of new tokens."""
         if job.done:
             return  # another of its choices failed in this very step
-        self._metrics.output_tokens.inc()
+        self._metrics.output_tokens.inc(len(outcome.tokens.token_ids) if outcome.tokens else 1)
         if not job.spoke:
             job.spoke = True
             if not job.canary:
