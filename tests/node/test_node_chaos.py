@@ -43,7 +43,6 @@ async def history(node):
     [
         "triton_python_backend_stub",
         "tritonserver",
-        "status_probe.main",
         "supervisor.supervisord",
         "tie.runtime.container",
     ],
