@@ -29,7 +29,7 @@ usage: ./run COMMAND [ARGUMENTS]
   tie …       the `tie` command, for example `./run tie up`, `./run tie chat`, `./run tie --help`
   test …      linters, type checks, import contracts and all tests; arguments go to pytest
   setup       only set up (every other command does it first)
-  lock        work out requirements.lock anew from pyproject.toml
+  lock        bring requirements.lock up to pyproject.toml; --upgrade takes the newest of everything
 
 The environment is made in .venv, the demo model in .run; both are ignored by git and safe to delete.
 """
@@ -66,7 +66,8 @@ def main() -> int:
     os.environ.setdefault("TIE_CACHE_DIR", str(ROOT / ".run"))
     try:
         if command == "lock":
-            os.execv(sys.executable, [sys.executable, "-P", str(ROOT / "tie" / "cli" / "lock.py")])  # noqa: S606 (no shell)
+            script = str(ROOT / "tie" / "cli" / "lock.py")
+            os.execv(sys.executable, [sys.executable, "-P", script, *arguments])  # noqa: S606 (no shell)
         set_up()
         if command == "test":
             install(for_the_tests())

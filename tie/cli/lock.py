@@ -1,6 +1,7 @@
 """What `./run lock` does: resolves pyproject.toml's extras to exact versions with hashes, without naming any index.
 
-A script of the standard library, like `bootstrap`; its tools live in a temporary environment.
+What is locked stays as it is where it still fits; `./run lock --upgrade` takes the newest of everything. A script
+of the standard library, like `bootstrap`; its tools live in a temporary environment.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ ALONE = ("triton", "demo")
 
 
 def lock() -> None:
-    """Resolves pyproject.toml's extras to exact versions with hashes, without naming any index."""
+    """Writes requirements.lock; arguments go to pip-compile."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     alone = [requirement for extra in ALONE for requirement in extras[extra]]
     with tempfile.TemporaryDirectory() as folder:
@@ -29,11 +30,13 @@ def lock() -> None:
         subprocess.run([str(tools / "bin/pip"), "install", "-q", "pip-tools"], check=True)
         print("run:", "resolving the extras node and test")
         output = Path(folder) / "lock.txt"
+        if LOCK.exists():
+            output.write_bytes(LOCK.read_bytes())  # pip-compile keeps the versions that it finds there
         options = "--generate-hashes --strip-extras --allow-unsafe --no-header --no-annotate --quiet --no-emit-options"
         emit = "--no-emit-index-url --no-emit-find-links --no-emit-trusted-host"
         subprocess.run(
             [str(tools / "bin/pip-compile"), *options.split(), *emit.split(), "--extra", "node", "--extra", "test",
-             "--output-file", str(output), "pyproject.toml", "-"],
+             *sys.argv[1:], "--output-file", str(output), "pyproject.toml", "-"],
             cwd=ROOT, input=TORCH_NEEDS, text=True, check=True,
         )  # fmt: skip
         text = output.read_text()
