@@ -51,6 +51,30 @@ class Channel:
             raise PeerDiedError(f"cannot connect: {error.strerror}") from None
         return cls(connection)
 
+    @classmethod
+    def pair(cls) -> tuple[Self, Self]:
+        """Two connected ends. One may be passed to another process, as a descriptor, over another channel."""
+        first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(first), cls(second)
+
+    @classmethod
+    def adopt(cls, descriptor: int) -> Self:
+        """The channel that a descriptor from another process is; it belongs to the channel from here on.
+
+        Raises:
+            ChannelError: it is none; it has been closed.
+        """
+        try:
+            connection = socket.socket(fileno=descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise ChannelError("not a socket") from None
+        try:
+            return cls(connection)
+        except ChannelError:
+            connection.close()
+            raise
+
     def fileno(self) -> int:
         """The socket's descriptor, for select, epoll or an event loop."""
         return self._socket.fileno()
@@ -76,7 +100,7 @@ class Channel:
             # Not socket.send_fds and recv_fds: those of CPython 3.11 drop their flags.
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
             self._socket.sendmsg([message], rights, socket.MSG_NOSIGNAL)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             raise PeerTimeoutError("the other end does not read") from None
         except OSError as error:
             raise PeerDiedError(f"cannot send: {error.strerror}") from None
@@ -94,7 +118,7 @@ class Channel:
             message, control, flags, _ = self._socket.recvmsg(
                 MAX_MESSAGE, socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES), socket.MSG_CMSG_CLOEXEC
             )
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             raise PeerTimeoutError("no message within the deadline") from None
         except OSError as error:
             raise PeerDiedError(f"cannot receive: {error.strerror}") from None

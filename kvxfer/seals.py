@@ -45,6 +45,16 @@ def require(descriptor: int, seals: int, size: int) -> None:
     Raises:
         SealError: it is no memfd, lacks one of `seals`, or has not exactly `size` bytes.
     """
+    if require_any_size(descriptor, seals) != size:
+        raise SealError("the memfd has another size than announced")
+
+
+def require_any_size(descriptor: int, seals: int) -> int:
+    """Checks a memfd as `require` does, save for its size, which is returned: final where `seals` has `FIXED`.
+
+    Raises:
+        SealError: it is no memfd, or lacks one of `seals`.
+    """
     try:
         present = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
@@ -52,5 +62,6 @@ def require(descriptor: int, seals: int, size: int) -> None:
     if present & seals != seals:
         raise SealError("the memfd lacks a seal")
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-        raise SealError("the memfd has another size than announced")
+    if not stat.S_ISREG(status.st_mode):
+        raise SealError("not a memfd")
+    return status.st_size

@@ -1,0 +1,161 @@
+"""Both ends' view of a buffer: the producer's writable one, and the consumer's, which the kernel keeps read-only.
+
+The producer maps the memfd writable first and seals it afterwards (memfd_create(2), F_SEAL_FUTURE_WRITE): its own
+mapping stays, nobody can make another one, and nobody can change the size, so no reader can be hit by SIGBUS.
+"""
+
+import mmap
+import os
+from types import TracebackType
+from typing import Self
+
+from kvxfer import pages, seals
+from kvxfer.errors import ChannelError, HeaderError, SealError
+from kvxfer.header import COMMITTED, COMMITTED_OFFSET, HEADER_BYTES, Header
+
+
+class ProducerBuffer:
+    """The writing end. Not for several threads at once.
+
+    Args:
+        descriptor: an unsealed memfd of exactly `header.buffer_bytes`; the caller keeps and closes it. It is sealed
+            here, for good.
+        header: what the blocks will be.
+
+    Raises:
+        SealError: the memfd cannot be sealed, or has another size.
+    """
+
+    def __init__(self, descriptor: int, header: Header) -> None:
+        self.header = header
+        self.committed = 0
+        seals.require(descriptor, 0, header.buffer_bytes)
+        self._map = _mapped(descriptor, header.buffer_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            # Taken before anything is exported from the map, and held no longer than this line.
+            self._address = pages.address(self._map)
+            self._map[:HEADER_BYTES] = header.pack()
+            seals.add(descriptor, seals.READ_ONLY_FOR_OTHERS)
+        except BaseException:
+            self._map.close()
+            raise
+        self._view = memoryview(self._map)
+
+    def populate(self, first: int, count: int) -> None:
+        """Makes the pages of blocks present in one go, which costs less than a fault for each."""
+        start = self.header.offset(first)
+        pages.populate_write(self._address + start, self.header.offset(first + count) - start)
+
+    def block(self, index: int) -> memoryview:
+        """The bytes of a block that is not committed yet, writable. Release it before `close`.
+
+        Raises:
+            ChannelError: there is no such block, or it is committed.
+        """
+        if not self.committed <= index < self.header.block_count:
+            raise ChannelError("no such block, or it is committed already")
+        start = self.header.offset(index)
+        return self._view[start : start + self.header.block_bytes]
+
+    def commit(self, count: int) -> None:
+        """Publishes that the first `count` blocks are whole, and write-protects them in this process.
+
+        The protection is a guard against this process's own bugs; the border is the seal.
+
+        Raises:
+            ChannelError: `count` goes backwards or beyond the last block.
+        """
+        if not self.committed < count <= self.header.block_count:
+            raise ChannelError("blocks are committed in order, each once")
+        start = self.header.offset(self.committed)
+        pages.protect(self._address + start, self.header.offset(count) - start)
+        self.committed = count
+        # An aligned word, stored after the blocks; the doorbell's system call orders it for the other end.
+        COMMITTED.pack_into(self._view, COMMITTED_OFFSET, count)
+
+    def close(self) -> None:
+        """Unmaps it. Every view from `block` must have been released."""
+        self._view.release()
+        self._map.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ConsumerBuffer:
+    """The reading end. Checks everything before it maps anything.
+
+    Args:
+        descriptor: from the producer, or the consumer's own that the producer has sealed; the caller keeps and closes
+            it.
+        max_bytes: the largest buffer that is accepted.
+
+    Raises:
+        SealError: not a memfd, not sealed, not of the size that its header says, or over `max_bytes`.
+        HeaderError: the header is damaged or impossible.
+    """
+
+    def __init__(self, descriptor: int, *, max_bytes: int) -> None:
+        size = seals.require_any_size(descriptor, seals.READ_ONLY_FOR_OTHERS)
+        if not HEADER_BYTES < size <= max_bytes:
+            raise HeaderError("a buffer of that size is not accepted")
+        # One copy of the header in memory of our own: what is checked is what is used, whatever the producer does.
+        self.header = Header.unpack(os.pread(descriptor, HEADER_BYTES, 0))
+        seals.require(descriptor, seals.READ_ONLY_FOR_OTHERS, self.header.buffer_bytes)
+        self._committed = 0
+        self._map = _mapped(descriptor, self.header.buffer_bytes, mmap.PROT_READ)
+        self._view = memoryview(self._map)
+
+    @property
+    def committed(self) -> int:
+        """How many leading blocks may be read, as the producer publishes it.
+
+        Raises:
+            HeaderError: the count went backwards or beyond the last block.
+        """
+        (count,) = COMMITTED.unpack_from(self._view, COMMITTED_OFFSET)
+        if not self._committed <= count <= self.header.block_count:
+            raise HeaderError("the commit counter is impossible")
+        self._committed = count
+        return self._committed
+
+    def populate(self, first: int, count: int) -> None:
+        """Maps the pages of committed blocks in one go."""
+        start = self.header.offset(first)
+        pages.populate_read(self._map, start, self.header.offset(first + count) - start)
+
+    def block(self, index: int) -> memoryview:
+        """The bytes of a committed block, read-only. Release it before `close`.
+
+        Raises:
+            ChannelError: it is not committed.
+        """
+        if not 0 <= index < self._committed:
+            raise ChannelError("the block is not committed")
+        start = self.header.offset(index)
+        return self._view[start : start + self.header.block_bytes]
+
+    def close(self) -> None:
+        """Unmaps it. Every view from `block` must have been released."""
+        self._view.release()
+        self._map.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _mapped(descriptor: int, size: int, protection: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, size, prot=protection)
+    except OSError as error:
+        raise SealError(f"cannot map the memfd: {error.strerror}") from None
