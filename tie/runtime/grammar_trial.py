@@ -14,19 +14,20 @@ import enum
 import json
 import os
 import signal
-import sys
 import threading
-from typing import IO, Any, Final
+from typing import Any, Final, NoReturn
 
 import llguidance
 
 from tie.daemon.hardening import die_with_parent, protect_process
 
-CPU_S: Final = 0.1  # of work per grammar, five times what the largest schemas in use take
+CPU_S: Final = 0.15  # of work per grammar, many times what the largest schemas in use take
 WALL_S: Final = 1.0  # for it, on a machine that is busy with tokens
 STACK_BYTES: Final = 64 * 1024 * 1024
 _NICENESS: Final = 5  # tokens for those who are already served go first
 _LENGTH_BYTES: Final = 4
+_STDIN, _STDOUT = 0, 1
+_END_OF_FILE: Final = 3  # a child's exit status
 
 
 class Verdict(enum.Enum):
@@ -42,14 +43,9 @@ def limits() -> Any:
     return llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 
 
-def write_frame(stream: IO[bytes], payload: bytes) -> None:
-    """Sends one frame.
-
-    Raises:
-        OSError: the other side is gone.
-    """
-    stream.write(len(payload).to_bytes(_LENGTH_BYTES, "big") + payload)
-    stream.flush()
+def frame(payload: bytes) -> bytes:
+    """The payload as a frame."""
+    return len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
 
 
 def main() -> None:
@@ -58,41 +54,57 @@ def main() -> None:
     protect_process()
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.nice(_NICENESS)
-    source, answers = sys.stdin.buffer, sys.stdout.buffer
-    vocabulary = json.loads(_read_frame(source) or b"{}")
+    vocabulary = json.loads(_read_frame() or b"{}")
     tokenizer = llguidance.LLTokenizer(
-        (_read_frame(source) or b"").decode(), n_vocab=vocabulary["size"], eos_token=vocabulary["end_ids"]
+        (_read_frame() or b"").decode(), n_vocab=vocabulary["size"], eos_token=vocabulary["end_ids"]
     )
-    verdict = Verdict.GOOD
+    _answer(Verdict.GOOD)
     while True:
-        answers.write(verdict.value)
-        answers.flush()
-        grammar = _read_frame(source)
-        if grammar is None:
+        # It takes milliseconds to fork, so that is done before there is a grammar to wait for it.
+        child = os.fork()
+        if child == 0:
+            _try_one(tokenizer)
+        _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _END_OF_FILE:
             return
-        verdict = _forked(tokenizer, grammar)
+        if status != 0:
+            _answer(Verdict.OVERDUE)
 
 
-def _read_frame(stream: IO[bytes]) -> bytes | None:
-    head = stream.read(_LENGTH_BYTES)
-    if len(head) < _LENGTH_BYTES:
-        return None
-    body = stream.read(int.from_bytes(head, "big"))
-    return body if len(body) == int.from_bytes(head, "big") else None
+def _try_one(tokenizer: Any) -> NoReturn:
+    """Reads one grammar, answers, and is gone; or is gone without an answer."""
+    die_with_parent(signal.SIGKILL)
+    grammar = _read_frame()
+    if grammar is None:
+        os._exit(_END_OF_FILE)
+    # Both end the process, as nobody handles them: of its own work, and of the time that passes.
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    signal.setitimer(signal.ITIMER_REAL, WALL_S)
+    good = _compiles(tokenizer, grammar.decode("utf-8", "replace"))
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    _answer(Verdict.GOOD if good else Verdict.REFUSED)
+    os._exit(0)
 
 
-def _forked(tokenizer: Any, grammar: bytes) -> Verdict:
-    child = os.fork()
-    if child == 0:
-        # Both end the process where nobody handles them: of its own work, and of the time that passes.
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
-        signal.setitimer(signal.ITIMER_REAL, WALL_S)
-        die_with_parent(signal.SIGKILL)
-        os._exit(0 if _compiles(tokenizer, grammar.decode("utf-8", "replace")) else 1)
-    _, status = os.waitpid(child, 0)
-    if os.WIFEXITED(status):
-        return Verdict.GOOD if os.WEXITSTATUS(status) == 0 else Verdict.REFUSED
-    return Verdict.OVERDUE
+def _answer(verdict: Verdict) -> None:
+    os.write(_STDOUT, verdict.value)
+
+
+def _read_frame() -> bytes | None:
+    """The next frame; None at the end of the file. Reads no byte more: what follows is for another process."""
+    head = _read(_LENGTH_BYTES)
+    return None if head is None else _read(int.from_bytes(head, "big"))
+
+
+def _read(count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        part = os.read(_STDIN, count - len(parts))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
 
 
 def _compiles(tokenizer: Any, grammar: str) -> bool:

@@ -2,14 +2,14 @@
 
 import json
 import os
-import selectors
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Final
 
 from tie.runtime import environment
-from tie.runtime.grammar_trial import WALL_S, Verdict, write_frame
+from tie.runtime.grammar_trial import WALL_S, Verdict, frame
 
 _START_S: Final = 30.0  # for Python, the library and a large vocabulary
 _GRACE_S: Final = 1.0  # for the trial process itself, beyond the timers of its forks
@@ -29,6 +29,7 @@ class Trials:
         self._vocabulary = json.dumps({"size": vocab_size, "end_ids": list(end_ids)}).encode()
         self._tokenizer_json = tokenizer_json.encode()
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
 
     def start(self) -> None:
         """Starts the process, so that the first grammar need not wait for it.
@@ -39,21 +40,17 @@ class Trials:
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
-        self._process = subprocess.Popen(
-            # The interpreter that runs us, except inside a host that embeds it.
-            [os.environ.get(environment.PYTHON) or sys.executable, "-m", "tie.runtime.grammar_trial"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # A panic of the compiler would write there what it was about.
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            self._write(self._vocabulary)
-            self._write(self._tokenizer_json)
-            self._answer(_START_S)
-        except OSError:
-            self.close()
-            raise
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                # The interpreter that runs us, except inside a host that embeds it.
+                [os.environ.get(environment.PYTHON) or sys.executable, "-m", "tie.runtime.grammar_trial"],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                # A panic of the compiler would write there what it was about.
+                stderr=subprocess.DEVNULL,
+            )
+        self._ask(frame(self._vocabulary) + frame(self._tokenizer_json), _START_S)
 
     def passes(self, grammar: str) -> Verdict:
         """What comes of compiling `grammar`. Takes `WALL_S` and a little at most.
@@ -62,38 +59,27 @@ class Trials:
             OSError: there is no trial process to be had.
         """
         self.start()
-        try:
-            self._write(grammar.encode("utf-8", "replace"))
-            return self._answer(WALL_S + _GRACE_S)
-        except OSError:
-            self.close()
-            raise
+        return self._ask(frame(grammar.encode("utf-8", "replace")), WALL_S + _GRACE_S)
 
     def close(self) -> None:
         """Ends the process."""
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        process.kill()
-        process.wait(_END_S)
-        for stream in (process.stdin, process.stdout):
-            if stream:
-                stream.close()
+        if self._socket:
+            self._socket.close()
+        if self._process:
+            self._process.kill()
+            self._process.wait(_END_S)
+        self._socket = self._process = None
 
-    def _write(self, payload: bytes) -> None:
-        if self._process is None or self._process.stdin is None:
-            raise BrokenPipeError
-        write_frame(self._process.stdin, payload)
-
-    def _answer(self, timeout: float) -> Verdict:
-        if self._process is None or self._process.stdout is None:
-            raise BrokenPipeError
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            if not selector.select(timeout):
-                raise TimeoutError
-        byte = os.read(self._process.stdout.fileno(), 1)
+    def _ask(self, question: bytes, timeout: float) -> Verdict:
         try:
-            return Verdict(byte)
+            if self._socket is None:
+                raise BrokenPipeError
+            self._socket.settimeout(timeout)
+            self._socket.sendall(question)
+            return Verdict(self._socket.recv(1))
         except ValueError:
+            self.close()
             raise BrokenPipeError from None
+        except OSError:
+            self.close()
+            raise

@@ -2,13 +2,17 @@
 
 import json
 import os
+import signal
+import socket
 import time
 
+import psutil
 import pytest
 
 from tie.assets.manifest import TOKENIZER_FILE
 from tie.assets.sample import make_sample_bundle
 from tie.runtime import grammar_compiler
+from tie.runtime import trials as trials_module
 from tie.runtime.grammar import GrammarError
 from tie.runtime.grammar_compiler import MAX_GRAMMAR_BYTES, GrammarCompiler
 from tie.runtime.grammar_trial import Verdict
@@ -71,16 +75,50 @@ def test_a_trial_process_that_died_is_replaced(trials):
     assert trials.passes(GOOD) is Verdict.GOOD
 
 
-def test_a_trial_process_that_says_nonsense_is_not_believed(trials):
+@pytest.mark.parametrize("says", [b"?", b""], ids=["nonsense", "end of file"])
+def test_a_trial_process_that_is_none_is_not_believed(trials, says):
     trials.start()
-    reader, writer = os.pipe()
-    trials._process.stdout.close()
-    trials._process.stdout = os.fdopen(reader, "rb", buffering=0)
-    os.write(writer, b"?")
+    real, (trials._socket, impostor) = trials._socket, socket.socketpair()
+    impostor.sendall(says)
+    impostor.shutdown(socket.SHUT_WR)
     with pytest.raises(OSError):
         trials.passes(GOOD)
-    os.close(writer)
+    impostor.close()
+    real.close()
     assert trials.passes(GOOD) is Verdict.GOOD
+
+
+def test_a_trial_process_that_is_stuck_is_replaced(trials, monkeypatch):
+    trials.start()
+    monkeypatch.setattr(trials_module, "WALL_S", 0.1)
+    monkeypatch.setattr(trials_module, "_GRACE_S", 0.1)
+    for pid in [*children(trials._process.pid), trials._process.pid]:
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        trials.passes("x" * (MAX_GRAMMAR_BYTES - 1))  # more than the kernel buffers
+    assert trials._process is None
+    monkeypatch.undo()
+    assert trials.passes(GOOD) is Verdict.GOOD
+
+
+def test_no_trial_outlives_its_parent(trials):
+    trials.start()
+    left = [trials._process.pid, *children(trials._process.pid)]
+    assert len(left) == 2
+    trials.close()
+    deadline = time.monotonic() + WAIT_S
+    while any(map(psutil.pid_exists, left)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def children(pid: int) -> list[int]:
+    """Those of a trial process: the fork that waits for the next grammar."""
+    deadline = time.monotonic() + WAIT_S
+    while not (found := psutil.Process(pid).children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return [child.pid for child in found]
 
 
 @pytest.mark.parametrize("text", [BUSY, "start: (((", "x" * (MAX_GRAMMAR_BYTES + 1)], ids=["busy", "broken", "large"])
@@ -92,7 +130,8 @@ def test_a_refusal_does_not_quote_the_grammar(compiler, text):
 
 def test_the_largest_text_that_may_be_compiled_does_not_end_this_process(compiler):
     rules = next(n for n in range(8000, 12_000, 10) if len(chain(n + 10)) > MAX_GRAMMAR_BYTES)
-    assert compiler.compile(chain(rules)).result(WAIT_S).mask().any()
+    # As if it had passed its trial, which it does where nothing else keeps the processor busy.
+    assert compiler._workers.submit(compiler._build, chain(rules)).result(WAIT_S).mask().any()
 
 
 def chain(rules: int) -> str:
