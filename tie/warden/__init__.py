@@ -1,0 +1,1 @@
+"""EnsembleWarden: the keys of cached conversations, and the sealed entries that only they open. docs/warden.md."""
