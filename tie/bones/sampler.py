@@ -91,9 +91,15 @@ def _draw(x: Floats, largest: float, row: SampleRow) -> int:
     params = row.params
     ids: Ids | None = None
     kept = x
-    if 0 < params.top_k < len(x):
-        ids = np.flatnonzero(x >= _kth_largest(x, params.top_k))
-        kept = x[ids]
+    if row.mask is not None or params.allowed_ids is not None:
+        left = x > -np.inf
+        if 2 * np.count_nonzero(left) < len(x):  # mostly a few tokens, and no more need be looked at
+            ids = np.flatnonzero(left)
+            kept = x[ids]
+    if 0 < params.top_k < len(kept):
+        survivors = np.flatnonzero(kept >= _kth_largest(kept, params.top_k))
+        ids = survivors if ids is None else ids[survivors]
+        kept = kept[survivors]
     # Relative to the likeliest token, whose weight is 1.
     weights: Doubles = np.exp((kept.astype(np.float64) - largest) / params.temperature)
     least = params.min_p
