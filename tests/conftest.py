@@ -1,6 +1,13 @@
-"""For all tests: property tests have no deadline per example, for no test may depend on how busy the machine is."""
+"""For all tests: nothing depends on how busy the machine is."""
+
+import os
 
 from hypothesis import settings
 
+# Two OpenMP threads that spin for one another on two busy cores run ten times slower than two that sleep. Read when
+# torch is first imported, by a test or by a process that it starts.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Property tests have no deadline per example.
 settings.register_profile("tie", deadline=None)
 settings.load_profile("tie")
