@@ -1,0 +1,35 @@
+"""vLLM's CPU build: the dequantized weights in bfloat16, its engine without a server before it."""
+
+import os
+from collections.abc import Sequence
+
+from measuring import job, report
+
+
+def main() -> None:
+    asked = job()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{asked['threads'] - 1}")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    import vllm  # reads the environment when it is imported
+
+    longest = max(len(asked["prompts"][0]) + asked["max_tokens"], len(asked["long_prompt"]) + 1)
+    model = vllm.LLM(
+        model=asked["hf"],
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=longest + 16,
+        max_num_seqs=max(asked["streams"]),
+        enable_prefix_caching=False,  # the same prompts come again in every round
+    )
+
+    def generate(prompts: Sequence[Sequence[int]], tokens: int) -> int:
+        params = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        answers = model.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+        return sum(len(answer.outputs[0].token_ids) for answer in answers)
+
+    report(f"vLLM {vllm.__version__}", asked, generate)
+
+
+if __name__ == "__main__":
+    main()

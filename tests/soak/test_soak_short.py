@@ -1,0 +1,70 @@
+"""A short soak in the tests, so that the long one starts when it is wanted; and its own judgement."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # the soak is a program with modules beside it
+
+from soak_watch import LASTING, MIB, Moment, drift, growth, restarted  # noqa: E402
+
+
+def moments(sizes, name="tritonserver", **more):
+    return [
+        Moment(
+            t=30.0 * index,
+            rss={name: size},
+            descriptors={name: 20},
+            instances={lasting: [7] for lasting in LASTING},
+            **more,
+        )
+        for index, size in enumerate(sizes)
+    ]
+
+
+def test_growth_is_seen_and_noise_is_not():
+    steady = [100 * MIB + (index % 3) * MIB for index in range(40)]
+    assert growth(moments(steady)) == []
+    assert growth(moments([*steady[:20], 300 * MIB, *steady[21:]])) == []
+    assert growth(moments([100 * MIB + index * MIB // 2 for index in range(40)])) == [
+        "memory of tritonserver grew by 19.5 MiB"
+    ]
+
+
+def test_more_descriptors_and_shared_memory_are_seen():
+    growing = moments([100 * MIB] * 40)
+    for index, moment in enumerate(growing):
+        moment.descriptors["tritonserver"] = 20 + index // 4
+        moment.shm = index * MIB
+    found = growth(growing)
+    assert len(found) == 2
+    assert found[0].startswith("descriptors of tritonserver")
+    assert found[1].startswith("/dev/shm")
+
+
+def test_drift_is_the_median_slope():
+    assert drift([(0, 0), (10, 10), (20, 20)]) == 20
+    assert drift([(0, 5), (10, 5), (20, 900), (30, 5)]) == 0
+    assert drift([(0, 3)]) == drift([]) == 0
+
+
+def test_a_restarted_daemon_is_seen():
+    several = moments([MIB] * 3)
+    assert restarted(several) == []
+    several[2].instances["tie-kps"] = [8]
+    assert restarted(several) == ["tie-kps was restarted"]
+
+
+@pytest.mark.node
+@pytest.mark.slow
+def test_a_minute_of_everything(tmp_path):
+    minutes = "1" if os.environ.get("TIE_SLOW") == "1" else "0.3"
+    command = [sys.executable, str(HERE / "soak.py"), "--minutes", minutes, "--every", "5"]
+    command += ["--out", str(tmp_path / "soak.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "all was well" in done.stdout
