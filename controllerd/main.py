@@ -17,7 +17,12 @@ async def serve(config: NodeConfig, lifetime: Lifetime) -> None:
     """Runs the daemon until it is asked to stop."""
     controller = Controller(config)
     sockets = config.sockets
-    sources = {"probe": sockets.probe, "gpuhealthd": sockets.gpuhealth, "owner": sockets.owner_control}
+    sources = {
+        "probe": sockets.probe,
+        "gpuhealthd": sockets.gpuhealth,
+        "owner": sockets.owner_control,
+        "store": sockets.store_control,
+    }
 
     def register(server: grpc.aio.Server) -> None:
         control_pb2_grpc.add_NodeControlServicer_to_server(

@@ -40,14 +40,23 @@ class BufferPool:
         return len(self._ready)
 
     def take(self, size: int) -> int:
-        """A zeroed memfd of exactly `size` bytes, unsealed; the caller closes it. Never waits for one to be made."""
+        """A zeroed memfd of exactly `size` bytes, unsealed; the caller closes it. One that is not ready is made here.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
         with self._changed:
             descriptor = self._ready.popleft() if self._ready and size <= self._size else None
             self._changed.notify()
+        made = descriptor is None
         if descriptor is None:
-            return seals.create(_NAME, size)
+            descriptor = seals.create(_NAME, size)
         try:
-            os.ftruncate(descriptor, size)
+            if made:
+                # Present, so that it is charged to this process's cgroup and not to the peer's.
+                os.posix_fallocate(descriptor, 0, size)
+            else:
+                os.ftruncate(descriptor, size)
         except OSError:
             os.close(descriptor)
             raise

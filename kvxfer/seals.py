@@ -9,7 +9,8 @@ from kvxfer.errors import SealError
 
 # CPython 3.11 does not name it; linux/fcntl.h does.
 F_SEAL_FUTURE_WRITE: Final = 0x0010
-FIXED: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SIZE: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+FIXED: Final = SIZE | fcntl.F_SEAL_SEAL
 # No byte can change any more; the kernel refuses it while somebody has a writable mapping.
 IMMUTABLE: Final = FIXED | fcntl.F_SEAL_WRITE
 # No new writable mapping; the one that exists stays.

@@ -12,7 +12,7 @@ SOCKETS = NodeConfig().sockets
 EDGES = sorted(
     {getattr(SOCKETS, name).parent for name, value in vars(Sockets).items() if isinstance(value, property)},
 )
-USERS = ("tie-kps", "tie-cloudboard", "tie-owner", "tie-runtime", "tie-gpuhealth", "tie-controller")
+USERS = ("tie-kps", "tie-cloudboard", "tie-owner", "tie-runtime", "tie-gpuhealth", "tie-controller", "tie-store")
 
 
 @pytest.mark.parametrize("user", USERS)

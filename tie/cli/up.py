@@ -30,6 +30,7 @@ from tie.daemon.notify import notify
 _DAEMONS = (
     ("tie-kps", 3.0),
     ("gpuhealthd", 3.0),
+    ("tie-cache-stored", 3.0),
     ("tie-model-owner", 3.0),
     ("tie-afm-runtime", 15.0),
     ("tie-cloudboard", 5.0),
@@ -39,7 +40,7 @@ _DAEMONS = (
 _STOP_STAGES = (
     ("tie-controllerd", "tie-cloudboard"),
     ("tie-afm-runtime",),
-    ("gpuhealthd", "tie-model-owner", "tie-kps"),
+    ("gpuhealthd", "tie-cache-stored", "tie-model-owner", "tie-kps"),
 )
 _INSTANCE_STOP_S = 3.0
 _MAX_APPS = 64

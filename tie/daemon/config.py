@@ -114,6 +114,20 @@ class KpsConfig(_Table, frozen=True):
     max_opens_per_s: Count = 1000
 
 
+class StoreConfig(_Table, frozen=True):
+    """tie-cache-stored."""
+
+    capacity_bytes: Count = 1024 * 1024 * 1024
+    max_entry_bytes: Count = 512 * 1024 * 1024
+    max_entries: Count = 8192
+    ttl_s: Seconds = 3600.0
+    turnover_s: Seconds = 60.0  # pushing out everything takes at least this long, however much is written
+    max_connections: Count = 1024
+    connection_bytes: Count = 1024 * 1024 * 1024  # what one connection may write, in all
+    connection_entries: Count = 64
+    write_deadline_s: Seconds = 60.0  # from `new` to `put`
+
+
 class NodeConfig(_Table, frozen=True):
     """The whole of node.toml."""
 
@@ -128,6 +142,7 @@ class NodeConfig(_Table, frozen=True):
     app: AppConfig = AppConfig()
     cloudboard: CloudBoardConfig = CloudBoardConfig()
     kps: KpsConfig = KpsConfig()
+    store: StoreConfig = StoreConfig()
 
     @property
     def sockets(self) -> "Sockets":
@@ -196,6 +211,16 @@ class Sockets(msgspec.Struct, frozen=True):
         return self.run_dir / "gpuhealth" / "gpuhealth.sock"
 
     @property
+    def store(self) -> Path:
+        """The cache store's channel, for apps."""
+        return self.run_dir / "store" / "store.sock"
+
+    @property
+    def store_control(self) -> Path:
+        """The cache store's gRPC (its metrics), for the controller and operators."""
+        return self.run_dir / "store-control" / "control.sock"
+
+    @property
     def control(self) -> Path:
         """The controller's gRPC, for operators."""
         return self.run_dir / "control" / "control.sock"
@@ -230,6 +255,8 @@ def load(path: Path) -> NodeConfig:
         raise ConfigError(f"{path}: app.buckets must be ascending sizes of at least 32 bytes")
     if not SMALLEST_TOP_BUCKET <= buckets[-1] <= LARGEST_BUCKET:
         raise ConfigError(f"{path}: the last of app.buckets must be {SMALLEST_TOP_BUCKET} to {LARGEST_BUCKET} bytes")
+    if config.store.max_entry_bytes > config.store.capacity_bytes:
+        raise ConfigError(f"{path}: store.max_entry_bytes must not exceed store.capacity_bytes")
     return config
 
 
