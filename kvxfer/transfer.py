@@ -6,41 +6,24 @@
     producer → consumer   FINISH(count)                    all blocks are whole; nothing follows
     either → the other    ABORT(reason)                    at any time; nothing follows
 
-A message has 8 bytes (little-endian): kind (1), zero (1), reason (2), count (4). End-of-file before FINISH is the other
-end's death. A COMMIT that finds the queue full is left out: the reader has messages enough to wake up for, and finds
-the newer count in the header when it reads them. So a producer never waits for its consumer, until FINISH.
+End-of-file before FINISH is the other end's death. A COMMIT that finds the queue full is left out: the reader has
+messages enough to wake up for, and finds the newer count in the header when it reads them. So a producer never waits
+for its consumer, until FINISH.
 """
 
-import enum
 import os
-import struct
 import time
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 from kvxfer.buffer import ConsumerBuffer, ProducerBuffer
 from kvxfer.channel import Channel
-from kvxfer.errors import (
-    AbortReason,
-    ChannelError,
-    HeaderError,
-    KvxferError,
-    PeerTimeoutError,
-    SealError,
-    TransferAbortedError,
-)
-from kvxfer.header import MAX_BLOCKS, Header
+from kvxfer.doorbell import Kind, abort, left, message, parse, receive
+from kvxfer.errors import AbortReason, ChannelError, HeaderError, KvxferError, PeerTimeoutError, SealError
+from kvxfer.header import Header
 
-_MESSAGE: Final = struct.Struct("<BBHI")
-
-
-class _Kind(enum.IntEnum):
-    REQUEST = 1
-    OFFER = 2
-    COMMIT = 3
-    FINISH = 4
-    ABORT = 5
+__all__ = ["Consumer", "Producer", "abort", "await_request", "request"]
 
 
 def request(channel: Channel, first_block: int, *, timeout: float) -> None:
@@ -50,7 +33,7 @@ def request(channel: Channel, first_block: int, *, timeout: float) -> None:
         PeerDiedError: it is gone.
         PeerTimeoutError: it does not read.
     """
-    channel.send(_MESSAGE.pack(_Kind.REQUEST, 0, 0, first_block), timeout=timeout)
+    channel.send(message(Kind.REQUEST, first_block), timeout=timeout)
 
 
 def await_request(channel: Channel, *, timeout: float) -> int:
@@ -62,16 +45,10 @@ def await_request(channel: Channel, *, timeout: float) -> int:
         TransferAbortedError: it does not want anything.
         ChannelError: it said something else.
     """
-    kind, count = _receive(channel, time.monotonic() + timeout)
-    if kind is not _Kind.REQUEST:
+    kind, count = receive(channel, time.monotonic() + timeout)
+    if kind is not Kind.REQUEST:
         raise ChannelError("something else than a request")
     return count
-
-
-def abort(channel: Channel, reason: AbortReason) -> None:
-    """Tells the other end that there will be no transfer, if it still listens."""
-    with suppress(KvxferError):
-        channel.send(_MESSAGE.pack(_Kind.ABORT, 0, reason, 0), timeout=0)
 
 
 class Producer:
@@ -95,7 +72,7 @@ class Producer:
         self._over = False
         self._buffer = ProducerBuffer(descriptor, header)
         try:
-            channel.send(_MESSAGE.pack(_Kind.OFFER, 0, 0, 0), [descriptor] if passing else [], timeout=timeout)
+            channel.send(message(Kind.OFFER), [descriptor] if passing else [], timeout=timeout)
         except BaseException:
             self._buffer.close()
             raise
@@ -118,9 +95,9 @@ class Producer:
         """
         self._buffer.commit(count)
         with suppress(PeerTimeoutError):
-            self._channel.send(_MESSAGE.pack(_Kind.COMMIT, 0, 0, count), timeout=0)
+            self._channel.send(message(Kind.COMMIT, count), timeout=0)
         with suppress(PeerTimeoutError):
-            _receive(self._channel, time.monotonic())
+            receive(self._channel, time.monotonic())
             raise ChannelError("a consumer has nothing to say but that it gives up")
 
     def finish(self, *, timeout: float) -> None:
@@ -133,7 +110,7 @@ class Producer:
         """
         if self._buffer.committed != self._buffer.header.block_count:
             raise ChannelError("a transfer is finished when all its blocks are committed")
-        self._channel.send(_MESSAGE.pack(_Kind.FINISH, 0, 0, self._buffer.committed), timeout=timeout)
+        self._channel.send(message(Kind.FINISH, self._buffer.committed), timeout=timeout)
         self._over = True
 
     def abort(self, reason: AbortReason) -> None:
@@ -247,10 +224,10 @@ class Consumer:
         self.close()
 
     def _listen(self, deadline: float) -> None:
-        kind, count = _receive(self._channel, deadline)
-        if kind not in {_Kind.COMMIT, _Kind.FINISH} or count > self._buffer.committed:
+        kind, count = receive(self._channel, deadline)
+        if kind not in {Kind.COMMIT, Kind.FINISH} or count > self._buffer.committed:
             raise ChannelError("the producer announced what it did not commit")
-        if kind is _Kind.FINISH:
+        if kind is Kind.FINISH:
             if count != self.header.block_count:
                 raise ChannelError("the producer finished before all its blocks were committed")
             self._over = True
@@ -258,46 +235,13 @@ class Consumer:
 
 def _offered(channel: Channel, own: int | None, deadline: float) -> int:
     """The descriptor of the offer: the consumer's own, or the one that came along."""
-    message, descriptors = channel.receive(timeout=_left(deadline))
+    received, descriptors = channel.receive(timeout=left(deadline))
     try:
-        kind, _ = _parse(message)
-        if kind is not _Kind.OFFER or len(descriptors) != (own is None):
+        kind, _ = parse(received)
+        if kind is not Kind.OFFER or len(descriptors) != (own is None):
             raise ChannelError("something else than an offer")
     except KvxferError:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
     return descriptors[0] if own is None else own
-
-
-def _receive(channel: Channel, deadline: float) -> tuple[_Kind, int]:
-    message, descriptors = channel.receive(timeout=_left(deadline))
-    if descriptors:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise ChannelError("a descriptor that nobody asked for")
-    return _parse(message)
-
-
-def _parse(message: bytes) -> tuple[_Kind, int]:
-    """Kind and count.
-
-    Raises:
-        TransferAbortedError: it is an abort.
-        ChannelError: it is no message of this protocol.
-    """
-    try:
-        number, zero, reason, count = _MESSAGE.unpack(message)
-        kind = _Kind(number)
-    except (struct.error, ValueError):
-        raise ChannelError("not a message of a transfer") from None
-    if zero or count > MAX_BLOCKS or (reason and kind is not _Kind.ABORT):
-        raise ChannelError("a message of a transfer holds an impossible value")
-    if kind is _Kind.ABORT:
-        known = reason in AbortReason.__members__.values()
-        raise TransferAbortedError(AbortReason(reason) if known else AbortReason.UNSPECIFIED)
-    return kind, count
-
-
-def _left(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
