@@ -1,4 +1,4 @@
-"""One real node for all tests of a run: `tie up` with the demo model, in a run directory of its own."""
+"""A real node for each file of tests: `tie up` with the demo model, in a run directory of its own."""
 
 import asyncio
 import importlib.util
@@ -41,9 +41,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_bundle(path).directory
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def running_node(bundle: Path) -> Iterator[LocalNode]:
-    """The node; when the tests are over nothing of it may be left."""
+    """The node of one file of tests; when they are over nothing of it may be left."""
     node = LocalNode(bundle=bundle, overrides=OVERRIDES)
     try:
         try:
