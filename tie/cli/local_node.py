@@ -49,6 +49,7 @@ class LocalNode:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
         self._seen: set[psutil.Process] = set()
+        self._kept: str | None = None
 
     @property
     def config(self) -> NodeConfig:
@@ -76,12 +77,12 @@ class LocalNode:
 
     def log_lines(self) -> list[str]:
         """What `tie up` and its daemons said so far, for a person."""
-        lines = self._log.read_text(errors="replace").splitlines()
+        lines = self.log_text().splitlines()
         return [readable(record) if (record := parse(line)) else printable(line) for line in lines]
 
     def log_text(self) -> str:
-        """The same as it was written."""
-        return self._log.read_text(errors="replace")
+        """The same as it was written; after `stop` what it was then."""
+        return self._log.read_text(errors="replace") if self._kept is None else self._kept
 
     async def status(self) -> control_pb2.NodeStatus:
         """The controller's view of the node. Raises as `control.connected`."""
@@ -127,6 +128,7 @@ class LocalNode:
         left = self.leftovers()
         for process in left:
             process.kill()
+        self._kept = self.log_text()
         self._folder.cleanup()
         return [_program(process) or str(process.pid) for process in left]
 
