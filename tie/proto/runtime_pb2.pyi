@@ -75,6 +75,27 @@ CODE_UNSUPPORTED: Code.ValueType  # 8
 CODE_INTERNAL: Code.ValueType  # 9
 Global___Code: _TypeAlias = Code  # noqa: Y015
 
+class _KvRefusal:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvRefusal.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_REFUSAL_UNSPECIFIED: _KvRefusal.ValueType  # 0
+    KV_REFUSAL_TOO_LARGE: _KvRefusal.ValueType  # 1
+    """more blocks than a sequence can have"""
+    KV_REFUSAL_OVERLOADED: _KvRefusal.ValueType  # 2
+    """too much under way: do without"""
+
+class KvRefusal(_KvRefusal, metaclass=_KvRefusalEnumTypeWrapper): ...
+
+KV_REFUSAL_UNSPECIFIED: KvRefusal.ValueType  # 0
+KV_REFUSAL_TOO_LARGE: KvRefusal.ValueType  # 1
+"""more blocks than a sequence can have"""
+KV_REFUSAL_OVERLOADED: KvRefusal.ValueType  # 2
+"""too much under way: do without"""
+Global___KvRefusal: _TypeAlias = KvRefusal  # noqa: Y015
+
 @_typing.final
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -114,9 +135,9 @@ class GenerateRequest(_message.Message):
     deadline_ms: _builtins.int
     """0: none; counted from arrival"""
     import_ticket: _builtins.bytes
-    """a kvxfer buffer to restore from"""
+    """from kv.sock: a transfer to restore the prompt's first blocks from"""
     export_ticket: _builtins.bytes
-    """a kvxfer buffer to export into after the end"""
+    """from kv.sock: a transfer that may ask for the blocks once the answer is complete"""
     canary: _builtins.bool
     """counted apart, never refused as busy while draining is not under way"""
     @_builtins.property
@@ -409,7 +430,10 @@ Global___Failed: _TypeAlias = Failed  # noqa: Y015
 
 @_typing.final
 class KvHello(_message.Message):
-    """kv.sock (SOCK_SEQPACKET, kvxfer.channel). The runtime says Hello on accept; end-of-file is its death notice."""
+    """kv.sock (SOCK_SEQPACKET, kvxfer.channel). The runtime says Hello on accept; end-of-file is its death notice. A client
+    may then ask for transfers, one KvReply for each KvRequest. What it gets is a ticket for GenerateRequest, good once and
+    as long as this connection lives, and a channel of its own for the transfer (docs/kvxfer.md).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -442,3 +466,94 @@ class KvHello(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvHello: _TypeAlias = KvHello  # noqa: Y015
+
+@_typing.final
+class KvRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREPARE_IMPORT_FIELD_NUMBER: _builtins.int
+    PREPARE_EXPORT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prepare_import(self) -> Global___PrepareImport: ...
+    @_builtins.property
+    def prepare_export(self) -> Global___PrepareExport: ...
+    def __init__(
+        self,
+        *,
+        prepare_import: Global___PrepareImport | None = ...,
+        prepare_export: Global___PrepareExport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "prepare_export", b"prepare_export", "prepare_import", b"prepare_import"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "prepare_export", b"prepare_export", "prepare_import", b"prepare_import"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["prepare_import", "prepare_export"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___KvRequest: _TypeAlias = KvRequest  # noqa: Y015
+
+@_typing.final
+class PrepareImport(_message.Message):
+    """A transfer to the runtime, of the first blocks of a prompt. The runtime makes the buffer: the reply brings the channel
+    and then the memfd, for the client to map, seal and fill. It must be exactly of the format in KvHello.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    block_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareImport: _TypeAlias = PrepareImport  # noqa: Y015
+
+@_typing.final
+class PrepareExport(_message.Message):
+    """A transfer from the runtime: the reply brings the channel. When the answer is complete, the client may ask on it for the
+    blocks from some number on. The runtime waits a short while, then lets go of them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareExport: _TypeAlias = PrepareExport  # noqa: Y015
+
+@_typing.final
+class KvReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.bytes
+    """32 bytes; empty: refused"""
+    refusal: Global___KvRefusal.ValueType
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.bytes = ...,
+        refusal: Global___KvRefusal.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refusal", b"refusal", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvReply: _TypeAlias = KvReply  # noqa: Y015
