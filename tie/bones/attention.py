@@ -60,6 +60,10 @@ class KvPool:
             raise InputError("a block is outside the pool")
         return memoryview(self._bytes[block])
 
+    def copy(self, source: int, target: int) -> None:
+        """Copies all that a block holds into another."""
+        self.data[target].copy_(self.data[source])
+
     def clear(self, blocks: Ints) -> None:
         """Zeroes blocks, so that nothing of their former sequence is left in them."""
         for block in blocks.tolist():

@@ -36,9 +36,15 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The slices of one forward pass. No two of them may write into the same block."""
+    """One forward pass.
+
+    Attributes:
+        slices: no two of them may write into the same block.
+        copies: (source, target) blocks: the former's content goes to the latter, in order, before anything else.
+    """
 
     slices: tuple[SequenceSlice, ...]
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +87,8 @@ def lay_out(batch: Batch, config: ModelConfig, *, num_blocks: int, block_tokens:
     """
     if not batch.slices:
         raise InputError("the batch is empty")
+    if any(not 0 <= block < num_blocks for pair in batch.copies for block in pair):
+        raise InputError("a block to copy is outside the pool")
     tokens: list[Ints] = []
     spans: list[Span] = []
     written: set[int] = set()

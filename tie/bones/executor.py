@@ -89,7 +89,7 @@ class Executor:
         return self._pool.block_view(block)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Computes a batch: files keys and values of every row, and returns the logits that are asked for.
+        """Computes a batch: copies blocks, files keys and values of every row, returns the logits that are asked for.
 
         Logits of one sequence depend on the rest of the batch by rounding only: the matrix products sum in an order
         that depends on how many rows there are.
@@ -102,6 +102,8 @@ class Executor:
         """
         rows = lay_out(batch, self.config, num_blocks=self.num_blocks, block_tokens=self.block_tokens)
         with torch.inference_mode():
+            for source, target in batch.copies:
+                self._pool.copy(source, target)
             plan = self._attention.plan(rows)
             tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
             return self._model.forward(tokens, positions, torch.from_numpy(rows.wanted), plan)

@@ -3,77 +3,52 @@
 Continuous batching (Yu et al. 2022, "Orca") over paged KV (Kwon et al. 2023, "vLLM"), with chunked prefill (Agrawal et
 al. 2024, "Sarathi-Serve"). The rules, in this order:
 
-1. A step computes at most `step_tokens` tokens in at most `max_running` sequences (and one canary).
-2. Every decoding sequence gets its token first: no prompt, however long, stops an answer that is being written.
-3. What is left of the budget goes to prefills, oldest first, in chunks.
-4. A waiting sequence is admitted when all its known tokens have blocks, so a prefill never stalls half-way. Interactive
-   before batch, first come first served inside a class; every `BATCH_SHARE`-th admission is batch's, so that neither
-   starves.
-5. When a decoding sequence needs a block and none is free, the youngest sequence of the lowest class loses its blocks
-   and is computed anew later (preemption by recomputation). The oldest of the highest class is never a victim of
-   others, so something always finishes.
+1. A step computes at most `step_tokens` tokens in at most `max_running` sequences (and one canary). While interactive
+   answers are being written, the caller's `pace` may set a lower bound, but not below `LEAST` tokens for the others.
+2. Every decoding interactive sequence (and canary) gets its token in every step: nothing stops an answer that somebody
+   reads as it is written. Of tokens that a grammar forces it gets more: where prompts are computed, `LEAST`.
+3. What is left goes to decoding batch sequences, the least recently served first, and to prompts, in chunks; where
+   there are both, the former get up to half. The whole chunk goes to one prompt after the other: interactive before
+   batch, but every `BATCH_SHARE`-th turn is batch's; in one turn the oldest first, in the next the shortest. So a short
+   prompt is not stuck behind long ones, and none stands still.
+4. A waiting sequence is admitted when all its known tokens have blocks, so a prefill never stalls half-way: canary,
+   interactive, batch; first come first served inside a class. Exceptions: of prompts longer than a step, only
+   `LONG_PROMPTS` of a class are computed at a time, the rest wait without holding blocks; and while the first in a
+   queue does not fit, shorter ones may overtake it, `queues.OVERTAKES` times in its life.
+5. Every `BATCH_SHARE`-th admission is batch's by right, as long as no more than a quarter of `max_running` run by
+   right; where it does not fit, interactive ones pass it `queues.OVERTAKES` times. Other batch sequences are guests:
+   admitted where no interactive one waits, to at most three quarters of `max_running`, and evicted (the youngest first)
+   when an interactive one lacks a place or blocks.
+6. When a decoding sequence needs a block and none is free, the youngest guest, else the youngest of all, loses its
+   blocks and is computed anew later (preemption by recomputation).
+7. A draft (`tie.runtime.speculation`) is verified where no prompt is being computed, and never takes a block that
+   somebody may need in this step.
+
+That nobody starves follows: the oldest sequence that is not a guest is never a victim (6), so it ends; all younger
+ones get older, and the first in a queue is passed by few (4), (5). While fewer than a quarter run by right, a batch
+sequence gets that right after `BATCH_SHARE` interactive admissions (5), and then takes part in every few steps (3). No
+interactive one waits behind guests (5), or for another's prompt to end (2), (3).
 """
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
+from tie.runtime.admission import BATCH_SHARE, Admission, Limits
 from tie.runtime.blocks import BlockPool
+from tie.runtime.plan import Plan, PlannedSlice
+from tie.runtime.queues import Queues
+from tie.runtime.residency import Residency
 from tie.runtime.sequence import Phase, Priority, Sequence
 
-BATCH_SHARE = 8
+__all__ = ["Limits", "Pace", "Plan", "PlannedSlice", "QueueFullError", "Scheduler"]
+
+LEAST = 8
+
+Pace = Callable[[int], int]
+"""How many tokens a step may compute when so many interactive sequences decode in it."""
 
 
 class QueueFullError(Exception):
     """As many sequences wait as may: the caller answers "busy"."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The scheduler's bounds.
-
-    Attributes:
-        step_tokens: tokens computed in one step, at least `max_running + 1`, so that every decode fits.
-        max_running: sequences that hold blocks, canaries aside.
-        max_waiting: sequences that may exist beyond those, canaries aside; more are refused as "busy".
-    """
-
-    step_tokens: int
-    max_running: int
-    max_waiting: int
-
-    def __post_init__(self) -> None:
-        if self.max_running < 1 or self.max_waiting < 0 or self.step_tokens <= self.max_running:
-            raise ValueError("step_tokens must exceed max_running, which must be positive")
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedSlice:
-    """A run of one sequence's tokens to compute.
-
-    Attributes:
-        start: tokens already computed.
-        count: tokens to compute now.
-        logits: rows at the slice's end whose logits are wanted: 0 in the middle of a prefill, else 1.
-    """
-
-    sequence: Sequence
-    start: int
-    count: int
-    logits: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step: decodes first, then prefills."""
-
-    slices: tuple[PlannedSlice, ...]
-    preempted: tuple[Sequence, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that the step computes."""
-        return sum(part.count for part in self.slices)
 
 
 class Scheduler:
@@ -82,31 +57,36 @@ class Scheduler:
     def __init__(self, limits: Limits, pool: BlockPool) -> None:
         self.limits = limits
         self.pool = pool
-        self._running: list[Sequence] = []  # in order of arrival
-        self._waiting: dict[Priority, deque[Sequence]] = {priority: deque() for priority in Priority}
+        self._queues = Queues()
+        self._residency = Residency(pool)
+        self._admission = Admission(limits, self._queues, self._residency)
         self._arrivals = 0
-        self._admissions = 0
+        self._turn = 0  # steps that computed prompts
+        self._steps = 0
 
     @property
     def running(self) -> int:
         """Sequences that hold blocks."""
-        return len(self._running)
+        return len(self._residency.running)
 
     @property
     def waiting(self) -> int:
         """Sequences that wait."""
-        return sum(map(len, self._waiting.values()))
+        return len(self._queues)
+
+    def decoding(self) -> list[Sequence]:
+        """Running sequences whose answer is being written, oldest first."""
+        return [entry for entry in self._residency.running if entry.decoding]
 
     def sequences(self) -> Iterator[Sequence]:
         """All unfinished sequences."""
-        yield from self._running
-        for queue in self._waiting.values():
-            yield from queue
+        yield from self._residency.running
+        yield from self._queues
 
     @property
     def room(self) -> int:
         """How many more sequences may be submitted now, canaries aside."""
-        present = sum(entry.priority is not Priority.CANARY for entry in self.sequences())
+        present = len(self._residency) + len(self._queues) - self._queues.count(Priority.CANARY)
         return self.limits.max_running + self.limits.max_waiting - present
 
     def submit(self, sequence: Sequence) -> None:
@@ -122,103 +102,85 @@ class Scheduler:
             raise QueueFullError
         sequence.order = self._arrivals
         self._arrivals += 1
-        self._waiting[sequence.priority].append(sequence)
+        self._queues.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; its blocks are free. A second time does nothing."""
         if sequence.phase is Phase.RUNNING:
-            self._running.remove(sequence)
+            self._residency.finish(sequence)
         elif sequence.phase is Phase.WAITING:
-            self._waiting[sequence.priority].remove(sequence)
-        self._give_up_blocks(sequence)
-        sequence.phase = Phase.FINISHED
+            self._queues.remove(sequence)
+            sequence.phase = Phase.FINISHED
 
     def expired(self, now: float) -> list[Sequence]:
         """Unfinished sequences whose deadline is not after `now`."""
         return [entry for entry in self.sequences() if entry.deadline is not None and entry.deadline <= now]
 
-    def plan(self) -> Plan:
+    def plan(self, pace: Pace | None = None) -> Plan:
         """Decides the next step and takes the blocks that it needs. An empty plan: nothing to do."""
-        preempted = self._make_room_for_decodes()
-        preempted += self._admit(canaries_only=bool(preempted))
-        budget = self.limits.step_tokens
-        slices = []
-        for sequence in self._running:
-            if sequence.remaining == 1:
-                slices.append(PlannedSlice(sequence, sequence.computed, 1, 1))
-                budget -= 1
-        for sequence in sorted(self._running, key=_favour):
-            if budget > 0 and sequence.remaining > 1:
-                count = min(budget, sequence.remaining)
-                slices.append(PlannedSlice(sequence, sequence.computed, count, int(count == sequence.remaining)))
-                budget -= count
-        return Plan(tuple(slices), tuple(preempted))
+        preempted, copies = self._admission.update()
+        slices = self._slices(pace)
+        self._steps += 1
+        for part in slices:
+            part.sequence.served = self._steps
+        return Plan(tuple(slices), tuple(preempted), tuple(copies))
 
     def computed(self, plan: Plan) -> None:
-        """Says that the plan's tokens have keys and values now. Call before new tokens are appended."""
+        """Says that the plan's tokens have keys and values now. Call before new tokens are appended.
+
+        A draft's tokens count when they have been accepted: the caller adds those to `Sequence.computed`.
+        """
         for part in plan.slices:
             if part.sequence.phase is Phase.RUNNING:
-                part.sequence.computed = part.start + part.count
+                part.sequence.computed = part.start + part.known
 
-    def _make_room_for_decodes(self) -> list[Sequence]:
-        """Gives every decoding sequence the block its next position needs, from the most to the least favoured."""
-        preempted: list[Sequence] = []
-        for sequence in sorted(self._running, key=_favour):
-            while sequence.phase is Phase.RUNNING and len(sequence.blocks) < self.pool.blocks_for(sequence.length):
-                if self.pool.free:
-                    sequence.blocks += self.pool.allocate(1)
-                else:
-                    preempted.append(self._preempt())
-        return preempted
+    def _slices(self, pace: Pace | None) -> list[PlannedSlice]:
+        decodes = self.decoding()
+        prompts = [entry for entry in self._residency.running if entry.remaining > 0 and not entry.decoding]
+        first = [entry for entry in decodes if entry.priority is not Priority.BATCH]
+        budget = self.limits.step_tokens
+        if pace is not None and first:
+            budget = min(budget, max(pace(len(first)), len(first) + LEAST))
+        left = budget - len(first)
+        batch = sorted((entry for entry in decodes if entry.priority is Priority.BATCH), key=lambda entry: entry.served)
+        if prompts:
+            batch = batch[: max(left // 2, self._turn % 2)]  # of a single token, every other
+        batch = batch[:left]
+        left -= len(batch)
+        slices = []
+        for sequence in first + batch:
+            forced = min(left, sequence.remaining - 1, LEAST if prompts else left)
+            draft = () if prompts else self._draft(sequence, left - forced)
+            slices.append(_part(sequence, 1 + forced, draft))
+            left -= forced + len(draft)
+        for sequence in self._in_turn(prompts) if prompts else ():
+            if left:
+                slices.append(_part(sequence, min(left, sequence.remaining)))
+                left -= slices[-1].count
+        return slices
 
-    def _preempt(self) -> Sequence:
-        victim = max(self._running, key=_favour)
-        self._running.remove(victim)
-        self._give_up_blocks(victim)
-        victim.phase = Phase.WAITING
-        victim.preemptions += 1
-        queue = self._waiting[victim.priority]
-        queue.insert(sum(entry.order < victim.order for entry in queue), victim)
-        return victim
+    def _draft(self, sequence: Sequence, left: int) -> tuple[int, ...]:
+        """As much of the sequence's draft as fits the budget, the sequence and the blocks that nobody needs."""
+        if not sequence.draft or sequence.remaining != 1:
+            return ()
+        draft = sequence.draft[: max(0, min(left, sequence.max_length - sequence.length - 1))]
+        spare = max(0, self.pool.free - self.running)  # the next step may take one for each
+        missing = self.pool.blocks_for(sequence.length + len(draft)) - len(sequence.blocks)
+        return draft if missing <= spare and self._residency.grow(sequence, sequence.length + len(draft)) else ()
 
-    def _admit(self, *, canaries_only: bool) -> list[Sequence]:
-        """Admits what fits. A canary takes blocks from others where none are free: these are returned."""
-        preempted: list[Sequence] = []
-        while (queue := self._next_queue(canaries_only=canaries_only)) is not None:
-            sequence = queue[0]
-            needed = self.pool.blocks_for(sequence.length)
-            while sequence.priority is Priority.CANARY and needed > self.pool.free and self._running:
-                preempted.append(self._preempt())
-                canaries_only = True
-            if needed > self.pool.free:
-                break
-            queue.popleft()
-            sequence.blocks = self.pool.allocate(needed)
-            sequence.phase = Phase.RUNNING
-            self._running.append(sequence)
-            self._admissions += 1
-        self._running.sort(key=lambda entry: entry.order)
-        return preempted
+    def _in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
+        turn, self._turn = self._turn, self._turn + 1
+        batch_first = turn % BATCH_SHARE == BATCH_SHARE - 1
+        oldest_first = (turn + turn // BATCH_SHARE) % 2 == 0
 
-    def _next_queue(self, *, canaries_only: bool) -> deque[Sequence] | None:
-        """The queue whose head is admitted next, or None when nobody may be."""
-        canaries = self._waiting[Priority.CANARY]
-        if canaries and not any(entry.priority is Priority.CANARY for entry in self._running):
-            return canaries
-        admitted = sum(entry.priority is not Priority.CANARY for entry in self._running)
-        if canaries_only or admitted >= self.limits.max_running:
-            return None
-        interactive, batch = self._waiting[Priority.INTERACTIVE], self._waiting[Priority.BATCH]
-        if batch and (not interactive or self._admissions % BATCH_SHARE == BATCH_SHARE - 1):
-            return batch
-        return interactive or None
+        def rank(sequence: Sequence) -> tuple[int, int, int]:
+            batch = sequence.priority is Priority.BATCH
+            kind = 0 if sequence.priority is Priority.CANARY else 1 + int(batch != batch_first)
+            return kind, (0 if oldest_first else sequence.remaining), sequence.order
 
-    def _give_up_blocks(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
-        sequence.computed = 0
+        return sorted(prompts, key=rank)
 
 
-def _favour(sequence: Sequence) -> tuple[Priority, int]:
-    """Sort key: the most favoured first."""
-    return sequence.priority, sequence.order
+def _part(sequence: Sequence, known: int, draft: tuple[int, ...] = ()) -> PlannedSlice:
+    logits = 1 + len(draft) if known == sequence.remaining else 0
+    return PlannedSlice(sequence, sequence.computed, known + len(draft), logits, draft)

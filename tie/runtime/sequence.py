@@ -1,6 +1,7 @@
 """One sequence: the tokens of a prompt and what has been generated for it, and how far its KV has been computed.
 
-A request for n choices is n sequences. A sequence holds what the scheduler needs and nothing of a model.
+A request for n choices is n sequences, a family: the first computes their prompt, the others share its blocks. A
+sequence holds what the scheduler needs and nothing of a model.
 """
 
 import enum
@@ -37,6 +38,11 @@ class Sequence:
         blocks: the block table, in order.
         order: position in the order of arrival; given by the scheduler.
         preemptions: how often its blocks were taken away.
+        family: all sequences with this very prompt, itself included; empty where it is the only one.
+        draft: guesses at the next tokens, to be verified in the next step; see `tie.runtime.speculation`.
+        guest: a batch sequence that runs only because nobody else wanted its place; the scheduler's.
+        overtaken: how many were admitted before it while it was first in its queue; the scheduler's.
+        served: the last step that computed some of it; the scheduler's.
     """
 
     prompt: tuple[int, ...]
@@ -49,6 +55,11 @@ class Sequence:
     phase: Phase = Phase.WAITING
     order: int = -1
     preemptions: int = 0
+    family: "tuple[Sequence, ...]" = ()
+    draft: tuple[int, ...] = ()
+    guest: bool = False
+    overtaken: int = 0
+    served: int = 0
 
     @property
     def length(self) -> int:
@@ -57,8 +68,18 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Known tokens whose keys and values are not computed yet; 1 while decoding."""
+        """Known tokens whose keys and values are not computed yet."""
         return self.length - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """Whether an answer is being written: a token or, where a grammar forces some, a few are to be computed."""
+        return self.remaining == 1 or (self.remaining > 0 and self.computed >= len(self.prompt))
+
+    @property
+    def shareable(self) -> int:
+        """Leading tokens whose keys and values a sibling can give: the prompt's, but one token must be computed."""
+        return min(len(self.prompt), self.length - 1) if self.family else 0
 
     @property
     def full(self) -> bool:

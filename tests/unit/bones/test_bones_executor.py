@@ -238,3 +238,19 @@ def test_errors_tell_nothing_of_a_request(make_executor):
         make_executor().forward(Batch((secret,)))
     assert "4242" not in str(caught.value)
     assert "4242" not in repr(secret)
+
+
+def test_copies_come_first_and_in_order(make_executor):
+    """A fork goes on in a copy of a block, also where the original is written by the same batch."""
+    executor = make_executor()
+    executor.forward(Batch((_slice((1, 2, 3, 4, 5), 0, (0, 1), 1),)))
+    original = bytes(executor.block_view(1))
+    fork = Batch((_slice((7,), 5, (0, 1), 1), _slice((8,), 5, (0, 6), 1)), copies=((1, 5), (5, 6)))
+    both = executor.forward(fork)
+    assert bytes(executor.block_view(5)) == original
+    for index, token in enumerate((7, 8)):
+        alone = make_executor()
+        alone.forward(Batch((_slice((1, 2, 3, 4, 5), 0, (0, 1), 0),)))
+        assert torch.allclose(both[index], alone.forward(Batch((_slice((token,), 5, (0, 1), 1),)))[0], atol=1e-4)
+    with pytest.raises(InputError):
+        executor.forward(Batch((_slice(),), copies=((0, 16),)))

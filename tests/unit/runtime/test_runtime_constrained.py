@@ -34,8 +34,9 @@ class Counting:
 
     def forward(self, batch):
         self.batches.append(batch)
-        rows = [part.tokens[-1] for part in batch.slices if part.logits]
-        return torch.stack([-(torch.arange(VOCABULARY) - last - 1).remainder(VOCABULARY).float() for last in rows])
+        rows = [token for part in batch.slices for token in part.tokens[len(part.tokens) - part.logits :]]
+        likes = [-(torch.arange(VOCABULARY) - last - 1).remainder(VOCABULARY).float() for last in rows]
+        return torch.stack(likes) if likes else torch.empty(0, VOCABULARY)
 
 
 class Collect:
@@ -214,11 +215,11 @@ def test_a_stop_token_among_forced_tokens_ends_there(engine, tokenizer):
     assert (end.reason, end.completion_tokens) == (pb.REASON_STOP_TOKEN, 6)
 
 
-def test_too_little_memory_gives_the_same_text_under_a_grammar(real, tokenizer):
+def test_too_little_memory_gives_the_same_text_under_a_grammar(compiler, tokenizer):
     grammar = "start: ITEM ITEM ITEM ITEM ITEM\nITEM: /hello there [a-z] /"
     texts = []
     for blocks in (64, 9):
-        engine = engine_with(real, tokenizer, blocks)
+        engine = engine_with(compiler, tokenizer, blocks)
         sinks = [submit(engine, token_ids=[start], grammar=grammar, max_tokens=50) for start in (97, 98, 99)]
         engine.start()
         assert all(sink.all()[-1].HasField("finished") for sink in sinks)

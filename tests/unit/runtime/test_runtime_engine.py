@@ -38,7 +38,7 @@ class Counting:
         if self.error:
             raise self.error
         self.batches.append(batch)
-        rows = [part.tokens[-1] for part in batch.slices if part.logits]
+        rows = [token for part in batch.slices for token in part.tokens[len(part.tokens) - part.logits :]]
         logits = torch.zeros(len(rows), VOCABULARY)
         for index, last in enumerate(rows):
             logits[index, (last + 1) % VOCABULARY] = 10.0
@@ -225,7 +225,6 @@ def test_a_deadline_ends_a_request(node):
     engine, executor, _ = node
     executor.gate.clear()
     _, sink = submit(engine, max_tokens=60, deadline_ms=1)
-    assert executor.entered.wait(WAIT_S)
     executor.gate.set()
     assert sink.all()[-1].failed.code == pb.CODE_DEADLINE
 
