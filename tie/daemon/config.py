@@ -47,6 +47,7 @@ class RuntimeConfig(_Table, frozen=True):
     max_running: Count = 32  # sequences in one batch
     max_waiting: Count = 128  # queued requests beyond that answer "busy"
     step_tokens: Count = 512  # token budget of one step
+    speculation: Literal["auto", "off"] = "auto"  # guess tokens ahead and verify them, where that pays
     context_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: the model's own
 
 

@@ -1,6 +1,6 @@
 """The engine: one thread that turns requests into tokens, step by step.
 
-    plan → forward → choose (grammar, sample) → text, stops → events
+    draft → plan → forward → choose (grammar, sample) → text, stops → events
 
 Everybody else talks to it through thread-safe calls (`submit`, `cancel`, `drain`, `status`), which leave a note in its
 inbox; it reads the inbox between two steps, so each is honoured within one. A request that misbehaves fails alone. If
@@ -26,11 +26,15 @@ from tie.runtime.chooser import Chooser
 from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.jobs import Job, Jobs, Sink
 from tie.runtime.metrics import EngineMetrics
+from tie.runtime.plan import Plan, PlannedSlice
 from tie.runtime.request import Bounds, Request
-from tie.runtime.scheduler import Limits, Plan, PlannedSlice, Scheduler
+from tie.runtime.scheduler import Limits, Scheduler
+from tie.runtime.speculation import Speculation
+from tie.runtime.step_cost import StepCost
 
 _POLL_S = 0.02  # how often deadlines are looked at while there is nothing to compute but somebody waits
 _IDLE_S = 1.0
+_PATIENCE = 2.0  # a prompt may make the steps of those who decode this many times as long
 
 
 class StepExecutor(Protocol):
@@ -63,6 +67,7 @@ class Engine:
         tokenizer: the bundle's.
         end_ids: the bundle's end-of-turn tokens.
         grammars: compiles grammars.
+        speculation: whether drafts are made where they pay.
         on_failure: called once, on the step thread, when the executor has failed.
     """
 
@@ -77,6 +82,7 @@ class Engine:
         end_ids: frozenset[int],
         grammars: GrammarCompiler,
         on_failure: Callable[[], None],
+        speculation: bool = True,
     ) -> None:
         self.bounds = bounds
         self.metrics = EngineMetrics()
@@ -100,7 +106,11 @@ class Engine:
             metrics=self.metrics,
             on_end=self._ended,
         )
-        self._chooser = Chooser(self._jobs)
+        # By rows, of steps with and without a prompt: those compute fewer logits.
+        self._decode_cost, self._prompt_cost = StepCost(), StepCost()
+        self._speculates = speculation
+        self._speculation = Speculation(self._decode_cost)
+        self._chooser = Chooser(self._jobs, self._speculation)
         self._drain_deadline: float | None = None
         self._stopping = False
         self._steps = 0
@@ -178,7 +188,9 @@ class Engine:
             while not self._stopping:
                 self._read_inbox()
                 self._enforce_deadlines(time.monotonic())
-                plan = self._scheduler.plan()
+                if self._speculates:
+                    self._speculation.draft(self._scheduler.decoding())
+                plan = self._scheduler.plan(self._pace)
                 if plan.slices:
                     self._step(plan)
                 elif self._chooser:
@@ -192,11 +204,20 @@ class Engine:
 
     def _step(self, plan: Plan) -> None:
         began = time.monotonic()
-        logits = self._executor.forward(Batch(tuple(map(_slice, plan.slices))))
+        copies = tuple((copy.source, copy.target) for copy in plan.copies)
+        logits = self._executor.forward(Batch(tuple(map(_slice, plan.slices)), copies))
         self._scheduler.computed(plan)
         self._chooser.add(plan, logits)
         self._chooser.choose()
         self._record(plan, time.monotonic() - began)
+
+    def _pace(self, decodes: int) -> int:
+        """How many tokens a step may compute beside so many interactive sequences that decode."""
+        alone = self._decode_cost.seconds(decodes)
+        return self._scheduler.limits.step_tokens if alone is None else self._prompt_rows(_PATIENCE * alone)
+
+    def _prompt_rows(self, seconds: float) -> int:
+        return self._prompt_cost.rows_within(seconds, self._scheduler.limits.step_tokens)
 
     def _read_inbox(self) -> None:
         with self._wake:
@@ -217,6 +238,8 @@ class Engine:
             self._unfinished -= len(job.request.params)
 
     def _record(self, plan: Plan, seconds: float) -> None:
+        cost = self._decode_cost if all(part.logits for part in plan.slices) else self._prompt_cost
+        cost.record(plan.tokens, seconds)
         self._steps += 1
         self._last_step = time.monotonic()
         self._max_batch = max(self._max_batch, len(plan.slices))
@@ -224,6 +247,7 @@ class Engine:
         self.metrics.step_seconds.observe(seconds)
         self.metrics.batch.observe(len(plan.slices))
         self.metrics.preemptions.inc(len(plan.preempted))
+        self.metrics.record_drafts(self._speculation.drafted, self._speculation.accepted)
         self.metrics.record_pool(self._pool.statistics())
         self.metrics.running.set(self._scheduler.running)
         self.metrics.waiting.set(self._scheduler.waiting)
@@ -231,4 +255,5 @@ class Engine:
 
 def _slice(part: PlannedSlice) -> SequenceSlice:
     sequence = part.sequence
-    return SequenceSlice(sequence.tokens(part.start, part.count), part.start, tuple(sequence.blocks), part.logits)
+    tokens = [*sequence.tokens(part.start, part.known), *part.draft]
+    return SequenceSlice(tokens, part.start, sequence.blocks, part.logits)

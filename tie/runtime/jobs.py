@@ -138,7 +138,9 @@ class Jobs:
             )
             for index in range(len(request.params))
         ]
+        family = tuple(choice.sequence for choice in job.choices)
         for choice in job.choices:
+            choice.sequence.family = family if len(family) > 1 else ()
             self._scheduler.submit(choice.sequence)
             self._owners[choice.sequence] = (job, choice)
         self._metrics.prompt_tokens.inc(len(request.prompt))

@@ -21,6 +21,9 @@ class EngineMetrics:
         self.output_tokens = Counter("tie_runtime_output_tokens", "Tokens generated.", registry=registry)
         self.steps = Counter("tie_runtime_steps", "Steps of the engine.", registry=registry)
         self.preemptions = Counter("tie_runtime_preemptions", "Sequences that lost their blocks.", registry=registry)
+        self.drafts = Counter(
+            "tie_runtime_draft_tokens", "Tokens guessed ahead, by outcome.", ["outcome"], registry=registry
+        )
         self.step_seconds = Histogram(
             "tie_runtime_step_seconds", "Length of a step.", buckets=_SECONDS, registry=registry
         )
@@ -31,11 +34,24 @@ class EngineMetrics:
         self.running = Gauge("tie_runtime_running", "Sequences that hold blocks.", registry=registry)
         self.waiting = Gauge("tie_runtime_waiting", "Sequences that wait.", registry=registry)
         self.blocks = Gauge("tie_runtime_kv_blocks", "KV blocks, by state.", ["state"], registry=registry)
+        self.moves = Gauge(
+            "tie_runtime_kv_block_moves", "KV blocks handed out and returned so far; used is the difference.", ["way"],
+            registry=registry,
+        )  # fmt: skip
+        self._drafted = self._accepted = 0
 
     def record_pool(self, statistics: PoolStatistics) -> None:
         """Shows the pool's ledger."""
         for state in ("total", "free", "used", "shared", "peak_used"):
             self.blocks.labels(state=state).set(getattr(statistics, state))
+        self.moves.labels(way="handed_out").set(statistics.handed_out)
+        self.moves.labels(way="returned").set(statistics.returned)
+
+    def record_drafts(self, drafted: int, accepted: int) -> None:
+        """Shows how many tokens have been guessed so far, and how many of them came true."""
+        self.drafts.labels(outcome="accepted").inc(accepted - self._accepted)
+        self.drafts.labels(outcome="rejected").inc(drafted - accepted - (self._drafted - self._accepted))
+        self._drafted, self._accepted = drafted, accepted
 
     def text(self) -> str:
         """The registry in Prometheus' text format."""

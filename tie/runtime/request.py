@@ -3,8 +3,10 @@
 Every value is checked here, so that nothing a request carries can make a step fail: a step is shared with others.
 """
 
+import hashlib
 import math
 import secrets
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -128,13 +130,21 @@ def _sampling(sampling: runtime_pb2.Sampling, choices: int, bounds: Bounds) -> t
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             repetition_penalty=sampling.repetition_penalty or 1.0,
-            seed=(seed + index) % 2**64,
+            seed=_choice_seed(seed, index),
             logit_bias=dict(sampling.logit_bias),
             allowed_ids=allowed or None,
             bad_ids=bad,
         )
         for index in range(choices)
     )
+
+
+def _choice_seed(seed: int, index: int) -> int:
+    """The first choice has the request's own, so that it is the answer that n = 1 gives; the others one derived."""
+    if index == 0:
+        return seed
+    derived = hashlib.blake2b(struct.pack("<QI", seed, index), digest_size=8).digest()
+    return int.from_bytes(derived, "little")
 
 
 def _priority(message: runtime_pb2.GenerateRequest) -> Priority:

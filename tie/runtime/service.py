@@ -186,5 +186,6 @@ def _engine(
         tokenizer=load_tokenizer(bundle),
         end_ids=frozenset(bundle.manifest.tokenizer.end_of_turn_ids),
         grammars=grammars,
+        speculation=runtime.speculation == "auto",
         on_failure=on_failure,
     )

@@ -67,7 +67,13 @@ def test_an_impossible_field_is_refused_by_name(fields, code, names):
 
 def test_choices_have_seeds_of_their_own():
     params = check(request(n=3, sampling=pb.Sampling(seed=2**64 - 1, temperature=1)), BOUNDS).params
-    assert [entry.seed for entry in params] == [2**64 - 1, 0, 1]
+    seeds = [entry.seed for entry in params]
+    assert seeds[0] == 2**64 - 1
+    assert len(set(seeds)) == 3
+    again = check(request(n=3, sampling=pb.Sampling(seed=2**64 - 1, temperature=1)), BOUNDS).params
+    assert [entry.seed for entry in again] == seeds
+    other = check(request(n=3, sampling=pb.Sampling(seed=0, temperature=1)), BOUNDS).params
+    assert not {entry.seed for entry in other} & set(seeds)
 
 
 def test_without_a_seed_no_two_requests_draw_alike():
