@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,7 @@ _STOP_STAGES = (
     ("gpuhealthd", "tie-cache-stored", "tie-model-owner", "tie-kps"),
 )
 _INSTANCE_STOP_S = 3.0
+_ORPHANS_S = 5.0
 _MAX_APPS = 64
 _MAX_JOBHELPERS = 300
 # Each process of a request has one thread's worth of work: libraries that start a pool per core only lose time.
@@ -236,7 +238,7 @@ class _Node:
             await stop_in_order([first])
             await asyncio.gather(*(listener.stop(_INSTANCE_STOP_S) for listener in self._listeners))
             await stop_in_order(others)
-            self._sweep()
+            await self._end_orphans()
             self._console.say("stopped")
 
     async def _until_stopped(self, tasks: dict[str, asyncio.Task[None]]) -> int:
@@ -293,6 +295,12 @@ class _Node:
             for listener in self._listeners:
                 listener.kill()
         self._stopping.set()
+
+    async def _end_orphans(self) -> None:
+        """Waits for what the daemons left behind: a large process takes a moment to go."""
+        deadline = time.monotonic() + _ORPHANS_S
+        while kill_orphans(set()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
 
     def _sweep(self) -> None:
         known = {service.child.pid for service in self._services.values() if service.child is not None}
