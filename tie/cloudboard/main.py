@@ -74,7 +74,8 @@ def http_config(listening: socket.socket, config: CloudBoardConfig) -> Config:
     settings.h2_max_concurrent_streams = config.max_in_flight
     # When it is reached the server closes the connection under the requests that still run on it.
     settings.keep_alive_max_requests = sys.maxsize
-    settings.keep_alive_timeout = 75.0  # longer than a client keeps one: the client closes first
+    # The server holds a connection this long after its client has closed it, and devices use one for each request.
+    settings.keep_alive_timeout = 5.0
     settings.graceful_timeout = 5.0
     return settings
 
