@@ -39,6 +39,9 @@ _FINISH: Final = MappingProxyType(
 class Generation:
     """The choices of one request as they grow.
 
+    Attributes:
+        tokens: ids of the first choice's answer so far, as the runtime sends them.
+
     Args:
         request: what the runtime is asked for.
         tokenizer: the bundle's.
@@ -50,6 +53,7 @@ class Generation:
         self._tokenizer = tokenizer
         self._sender = sender
         self._texts = [ChoiceText(tokenizer.stream_decoder()) for _ in range(request.n)]
+        self.tokens: list[int] = []
         self._counts = [0] * request.n
         self._finished: dict[int, runtime_pb2.Finished] = {}
 
@@ -122,6 +126,8 @@ class Generation:
         for position, token_id in enumerate(tokens.token_ids):
             text.add(token_id, self._scored(token_id, tokens.logprobs[position]) if tokens.logprobs else None)
         self._counts[tokens.index] += len(tokens.token_ids)
+        if tokens.index == 0:
+            self.tokens.extend(tokens.token_ids)
         self._sender.put(tokens.index, *text.release(tokens.hold_bytes))
 
     def _finish(self, finished: runtime_pb2.Finished) -> None:

@@ -19,6 +19,7 @@ from tie.daemon.errors import ProtocolError
 from tie.daemon.frames import parse
 from tie.daemon.triton import TritonClient
 from tie.proto import app_pb2, runtime_pb2
+from tie.warden.manifest import CacheFormat
 
 
 class RuntimeLink:
@@ -33,6 +34,7 @@ class RuntimeLink:
         self._hello = hello
         self._channel = channel
         self._gone = asyncio.Event()
+        self._asked: asyncio.Future[tuple[bytes, list[int]]] | None = None
         asyncio.get_running_loop().add_reader(channel.fileno(), self._on_readable)
 
     def check_serves(self, manifest: Manifest) -> None:
@@ -44,6 +46,34 @@ class RuntimeLink:
         if (self._hello.model, self._hello.release) != (manifest.model, manifest.release):
             log.event("app.other-release", model=self._hello.model, release=self._hello.release)
             raise unavailable()
+
+    @property
+    def format(self) -> CacheFormat:
+        """What the runtime's KV blocks are."""
+        hello = self._hello
+        return CacheFormat(hello.model, hello.release, hello.layout_id, hello.block_tokens, hello.block_bytes)
+
+    async def ask(self, request: runtime_pb2.KvRequest, descriptors: int) -> tuple[bytes, list[int]]:
+        """Asks for a transfer; its ticket and the descriptors, which are the caller's, or an empty ticket: refused.
+
+        Raises:
+            KvxferError: the runtime is gone, or answers something else.
+        """
+        self._asked = asyncio.get_running_loop().create_future()
+        try:
+            self._channel.send(request.SerializeToString(), timeout=0)
+            message, received = await self._asked
+        finally:
+            self._asked = None
+        try:
+            reply = parse(message, runtime_pb2.KvReply)
+            agreed = len(received) == (descriptors if reply.ticket else 0)
+        except ProtocolError:
+            agreed = False
+        if not agreed:
+            _close(received)
+            raise ChannelError("the runtime's reply is none")
+        return reply.ticket, received
 
     async def watch(self) -> None:
         """Returns never: raises as soon as the runtime is gone.
@@ -61,16 +91,24 @@ class RuntimeLink:
 
     def _on_readable(self) -> None:
         try:
-            _, descriptors = self._channel.receive(timeout=0.1)
+            message, descriptors = self._channel.receive(timeout=0.1)
         except PeerTimeoutError:
             return
-        except KvxferError:
+        except KvxferError as error:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
             self._gone.set()
+            if self._asked and not self._asked.done():
+                self._asked.set_exception(error)
             return
-        # Nothing but the greeting is awaited from the runtime; what comes unasked is not kept.
-        for descriptor in descriptors:
-            os.close(descriptor)
+        if self._asked and not self._asked.done():
+            self._asked.set_result((message, descriptors))
+        else:
+            _close(descriptors)  # what comes unasked is not kept
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def unavailable() -> RefusalError:

@@ -1,6 +1,7 @@
 """The life of one tie-cloud-app: connect, say ready, serve at most one request, say how it ended."""
 
 import asyncio
+import contextlib
 import time
 
 from tie.app.frames import Incoming, Limits
@@ -8,6 +9,7 @@ from tie.app.inference import Generation
 from tie.app.outcome import Outcome, RefusalError
 from tie.app.prompt import Model
 from tie.app.racing import unless
+from tie.app.reuse import Reuse
 from tie.app.runtime_link import RuntimeLink, connect
 from tie.app.sender import Sender
 from tie.daemon import log
@@ -17,6 +19,7 @@ from tie.daemon.frames import parse
 from tie.daemon.padding import PaddingError
 from tie.daemon.service import EXIT_FAILURE, EXIT_OK
 from tie.proto import app_pb2, request_pb2, runtime_pb2
+from tie.warden.keys import ConversationKey, Root
 
 
 class Session:
@@ -40,6 +43,8 @@ class Session:
         self._stopping = stopping
         self._request_id = ""
         self._generation: Generation | None = None
+        self._reuse: Reuse | None = None
+        self._prompt: tuple[int, ...] = ()
 
     async def run(self) -> int:
         """Lives one life and gives the exit code. A jobhelper that is still there gets one `done`, whatever happens."""
@@ -56,6 +61,8 @@ class Session:
         if outcome is None:
             return EXIT_OK
         await self._say(outcome)
+        if outcome.status == app_pb2.STATUS_OK:
+            await self._save()
         return EXIT_FAILURE if outcome.status == app_pb2.STATUS_INTERNAL else EXIT_OK
 
     async def _serve(self) -> Outcome | None:
@@ -87,9 +94,22 @@ class Session:
         self, runtime: RuntimeLink, model: Model, body: bytes, limits: Limits, deadline: float
     ) -> Outcome:
         # In a thread: a long prompt takes seconds to tokenize, and an abort must be seen meanwhile.
-        asked = await asyncio.to_thread(_understand, model, body, limits, self._request_id)
+        asked, turn_key = await asyncio.to_thread(_understand, model, body, limits, self._request_id)
+        if turn_key:
+            key = ConversationKey(Root.TURN, turn_key)
+            self._prompt = tuple(asked.token_ids)
+            self._reuse = await Reuse.begin(key, runtime, asked, self._config)
         self._generation = Generation(asked, model.tokenizer, self._sender)
         return await self._generation.run(runtime.triton, timeout=max(0.001, deadline - time.monotonic()))
+
+    async def _save(self) -> None:
+        """Files the conversation for its next turn. The answer is with the jobhelper, and the connection has ended."""
+        self._writer.close()
+        if self._reuse and self._generation:
+            # Asked to end, the process ends: there is nothing here that a user waits for.
+            with contextlib.suppress(RefusalError):
+                await unless(self._reuse.save((*self._prompt, *self._generation.tokens)), self._stopped())
+            self._reuse.close()
 
     async def _stopped(self) -> None:
         await self._stopping.wait()
@@ -111,9 +131,12 @@ class Session:
             log.failure("app.unpadded", error)  # fail closed: the jobhelper sees the connection end instead
 
 
-def _understand(model: Model, body: bytes, limits: Limits, request_id: str) -> runtime_pb2.GenerateRequest:
+def _understand(
+    model: Model, body: bytes, limits: Limits, request_id: str
+) -> tuple[runtime_pb2.GenerateRequest, bytes]:
+    """What the runtime is asked for, and the conversation's turn key, if it has one."""
     try:
         request = parse(body, request_pb2.InferenceRequest)
     except ProtocolError:
         raise RefusalError(app_pb2.STATUS_INVALID_REQUEST, "the body is not an InferenceRequest") from None
-    return model.generate_request(request, limits, request_id)
+    return model.generate_request(request, limits, request_id), request.turn_key

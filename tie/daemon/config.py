@@ -49,6 +49,12 @@ class RuntimeConfig(_Table, frozen=True):
     step_tokens: Count = 512  # token budget of one step
     speculation: Literal["auto", "off"] = "auto"  # guess tokens ahead and verify them, where that pays
     context_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: the model's own
+    transfer_bytes: Count = 1024 * 1024 * 1024  # buffers of KV blocks on their way in and out, at once
+    transfer_spares: Annotated[int, msgspec.Meta(ge=0, le=64)] = 2  # buffers made ahead of need
+    transfer_spare_tokens: Annotated[int, msgspec.Meta(ge=0)] = 2048  # what each of them holds
+    import_deadline_s: Seconds = 5.0  # a prompt whose blocks are not there by then is computed in full
+    export_request_s: Seconds = 3.0  # how long a finished answer's blocks wait for the app to ask for them
+    export_deadline_s: Seconds = 10.0  # and for it to take them
 
 
 class ProbeConfig(_Table, frozen=True):
@@ -96,6 +102,9 @@ class AppConfig(_Table, frozen=True):
     idle_timeout_s: Seconds = 30.0  # between two frames of a request
     start_deadline_s: Seconds = 5.0  # until kv.sock and Triton have answered
     time_limit_s: Seconds = 600.0
+    cache_timeout_s: Seconds = 2.0  # what a conversation's cache may take of a request; then the prompt is computed
+    cache_ttl_s: Seconds = 3600.0  # of what is saved after a turn; the store may allow less
+    save_deadline_s: Seconds = 10.0  # for saving it, after the answer
 
 
 class CloudBoardConfig(_Table, frozen=True):

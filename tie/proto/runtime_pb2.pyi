@@ -82,18 +82,14 @@ class _KvRefusal:
 class _KvRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvRefusal.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     KV_REFUSAL_UNSPECIFIED: _KvRefusal.ValueType  # 0
-    KV_REFUSAL_TOO_LARGE: _KvRefusal.ValueType  # 1
-    """more blocks than a sequence can have"""
-    KV_REFUSAL_OVERLOADED: _KvRefusal.ValueType  # 2
-    """too much under way: do without"""
+    KV_REFUSAL_OVERLOADED: _KvRefusal.ValueType  # 1
+    """too much is asked for, or under way: do without"""
 
 class KvRefusal(_KvRefusal, metaclass=_KvRefusalEnumTypeWrapper): ...
 
 KV_REFUSAL_UNSPECIFIED: KvRefusal.ValueType  # 0
-KV_REFUSAL_TOO_LARGE: KvRefusal.ValueType  # 1
-"""more blocks than a sequence can have"""
-KV_REFUSAL_OVERLOADED: KvRefusal.ValueType  # 2
-"""too much under way: do without"""
+KV_REFUSAL_OVERLOADED: KvRefusal.ValueType  # 1
+"""too much is asked for, or under way: do without"""
 Global___KvRefusal: _TypeAlias = KvRefusal  # noqa: Y015
 
 @_typing.final

@@ -53,6 +53,7 @@ class Choice:
         )
         self._request = request
         self._grammar = grammar
+        self._cached = 0
         self._stops = StopMatcher(request.stop, include_stop=request.include_stop)
         self._decoder = tokenizer.stream_decoder()
         self._end_ids = request.stop_ids if request.ignore_eos else request.stop_ids | end_ids
@@ -64,6 +65,10 @@ class Choice:
             forbids = bool(params.bad_ids) or params.allowed_ids is not None or request.min_tokens > 0
             grammar.forces = request.logprobs is None and not forbids
             grammar.begin()  # while the prompt is computed
+
+    def restore(self, tokens: int) -> None:
+        """Says that the first `tokens` tokens need not be computed: they will be copied in once there are blocks."""
+        self._cached = self.sequence.restored = tokens
 
     def ready(self, timeout: float) -> bool:
         """Whether `forced` and `row` answer at once, after waiting for the grammar for at most `timeout` seconds.
@@ -152,4 +157,5 @@ class Choice:
             drop_bytes=drop_bytes,
             prompt_tokens=len(self.sequence.prompt),
             completion_tokens=len(self.sequence.output),
+            cached_tokens=self._cached,
         )

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,8 @@ from tie.runtime.blocks import BlockPool
 from tie.runtime.chooser import Chooser
 from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.jobs import Job, Jobs, Sink
+from tie.runtime.keeping import Keep
+from tie.runtime.kv_blocks import Restored
 from tie.runtime.metrics import EngineMetrics
 from tie.runtime.plan import Plan, PlannedSlice
 from tie.runtime.request import Bounds, Request
@@ -42,6 +45,9 @@ class StepExecutor(Protocol):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Float32 logits, `[sum of the slices' logits, vocab]`, in the batch's order."""
+
+    def block_view(self, block: int) -> memoryview:
+        """The bytes of one block, in place and writable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,7 @@ class Engine:
             end_ids=end_ids,
             metrics=self.metrics,
             on_end=self._ended,
+            later=self._tell,
         )
         # By rows, of steps with and without a prompt: those compute fewer logits.
         self._decode_cost, self._prompt_cost = StepCost(), StepCost()
@@ -124,16 +131,31 @@ class Engine:
         self._state = engine_pb2.STATE_READY
         self._thread.start()
 
-    def submit(self, request: Request, sink: Sink) -> Job:
-        """Takes a request; everything that becomes of it, refusal included, goes to `sink`."""
-        job = Job(request, sink, arrived=time.monotonic())
+    def submit(
+        self,
+        request: Request,
+        sink: Sink,
+        *,
+        restoring: "Future[Restored | None] | None" = None,
+        keep: Keep | None = None,
+    ) -> Job:
+        """Takes a request; everything that becomes of it, refusal included, goes to `sink`.
+
+        Args:
+            request: what is asked.
+            sink: gets its events.
+            restoring: the first blocks of its prompt; it waits for them, and does without where there are none.
+            keep: takes the first choice's blocks when that is complete.
+        """
+        job = Job(request, sink, arrived=time.monotonic(), restoring=restoring, keep=keep)
         with self._wake:
             self._unfinished += len(request.params)
         if request.grammar is not None:
             job.compiling = self._grammars.compile(request.grammar)
         self._tell(lambda: self._jobs.admit(job, draining=self._state != engine_pb2.STATE_READY))
-        if job.compiling:
-            job.compiling.add_done_callback(lambda _: self._tell(lambda: self._jobs.compiled(job)))
+        for awaited in (job.compiling, restoring):
+            if awaited:
+                awaited.add_done_callback(lambda _: self._tell(lambda: self._jobs.prepared(job)))
         return job
 
     def cancel(self, job: Job) -> None:
@@ -176,6 +198,11 @@ class Engine:
             last_step_age_s=time.monotonic() - self._last_step,
         )
 
+    @property
+    def pool(self) -> BlockPool:
+        """The KV blocks. Their ledger is exact when the step thread has ended."""
+        return self._pool
+
     def _tell(self, note: Callable[[], None]) -> None:
         with self._wake:
             self._inbox.append(note)
@@ -204,12 +231,24 @@ class Engine:
 
     def _step(self, plan: Plan) -> None:
         began = time.monotonic()
+        self._restore()
         copies = tuple((copy.source, copy.target) for copy in plan.copies)
         logits = self._executor.forward(Batch(tuple(map(_slice, plan.slices)), copies))
         self._scheduler.computed(plan)
         self._chooser.add(plan, logits)
         self._chooser.choose()
         self._record(plan, time.monotonic() - began)
+
+    def _restore(self) -> None:
+        """Copies what was received into the blocks of sequences that have just got theirs."""
+        for sequence in self._scheduler.sequences():
+            if sequence.restored and sequence.blocks:
+                job, _ = self._jobs.owner(sequence)
+                sequence.restored = 0  # should it lose its blocks, it is computed like any other
+                if job.restored:
+                    job.restored.copy_into(self._executor, sequence.blocks)
+                    job.restored.close()
+                    job.restored = None
 
     def _pace(self, decodes: int) -> int:
         """How many tokens a step may compute beside so many interactive sequences that decode."""

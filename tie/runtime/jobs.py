@@ -13,6 +13,8 @@ from tie.proto import runtime_pb2
 from tie.runtime.choice import Choice, Outcome
 from tie.runtime.grammar import Grammar, GrammarError
 from tie.runtime.grammar_compiler import COMPILE_DEADLINE_S
+from tie.runtime.keeping import Keep, Keeping, Later
+from tie.runtime.kv_blocks import Restored
 from tie.runtime.metrics import EngineMetrics
 from tie.runtime.request import Request
 from tie.runtime.scheduler import Scheduler
@@ -34,6 +36,9 @@ class Job:
         arrived: on the monotonic clock, seconds.
         choices: empty until its sequences are queued.
         compiling: its grammar, while that is being compiled.
+        restoring: the first blocks of its prompt, while they are being received.
+        restored: those blocks, until they have been copied.
+        keep: takes the first choice's blocks at its end.
         spoke: whether a token has been generated.
         done: whether its last event has been sent.
     """
@@ -43,6 +48,9 @@ class Job:
     arrived: float
     choices: list[Choice] = field(default_factory=list)
     compiling: "Future[Grammar] | None" = None
+    restoring: "Future[Restored | None] | None" = None
+    restored: Restored | None = None
+    keep: Keep | None = None
     spoke: bool = False
     done: bool = False
 
@@ -62,6 +70,7 @@ class Jobs:
         end_ids: the bundle's end-of-turn tokens.
         metrics: counts outcomes.
         on_end: called with each job after its last event.
+        later: has something done on the step thread, between two steps.
     """
 
     def __init__(
@@ -73,6 +82,7 @@ class Jobs:
         end_ids: frozenset[int],
         metrics: EngineMetrics,
         on_end: Callable[[Job], None],
+        later: Later,
     ) -> None:
         self._scheduler = scheduler
         self._max_length = max_length
@@ -80,6 +90,7 @@ class Jobs:
         self._end_ids = end_ids
         self._metrics = metrics
         self._on_end = on_end
+        self._keeping = Keeping(scheduler.pool, later)
         self._jobs: list[Job] = []
         self._owners: dict[Sequence, tuple[Job, Choice]] = {}
 
@@ -108,15 +119,20 @@ class Jobs:
             self.fail(job, runtime_pb2.CODE_DRAINING, "the runtime is about to be replaced")
         elif not self._has_room(job):
             self.fail(job, runtime_pb2.CODE_BUSY, "the queue is full")
-        elif job.compiling is None:
-            self.enqueue(job, None)
+        else:
+            self.prepared(job)
 
-    def compiled(self, job: Job) -> None:
-        """Goes on with a request whose grammar is compiled, or failed to."""
-        if job.done or job.compiling is None:
+    def prepared(self, job: Job) -> None:
+        """Goes on with a request when all that it waited for is there: its grammar, the blocks to restore."""
+        if job.restoring and job.restoring.done():
+            job.restored, job.restoring = job.restoring.result(timeout=0), None
+            if job.done and job.restored:
+                job.restored.close()
+        waits = (job.compiling and not job.compiling.done()) or job.restoring
+        if job.done or job.choices or waits:
             return
         with self.alone(job):
-            grammar = job.compiling.result(timeout=0)
+            grammar = job.compiling.result(timeout=0) if job.compiling else None
             job.compiling = None
             if self._has_room(job):
                 self.enqueue(job, grammar)
@@ -138,6 +154,8 @@ class Jobs:
             )
             for index in range(len(request.params))
         ]
+        if job.restored:
+            job.choices[0].restore(job.restored.block_count * self._scheduler.pool.block_tokens)
         family = tuple(choice.sequence for choice in job.choices)
         for choice in job.choices:
             choice.sequence.family = family if len(family) > 1 else ()
@@ -198,6 +216,10 @@ class Jobs:
         return job.canary or self._scheduler.room >= len(job.request.params)
 
     def _finish(self, job: Job, choice: Choice, finished: runtime_pb2.Finished) -> None:
+        if job.keep and choice.index == 0:
+            keep, job.keep = job.keep, None
+            complete = finished.reason != runtime_pb2.REASON_CANCELLED
+            keep(self._keeping.hold(choice.sequence) if complete else None)
         self._release(choice)
         event = runtime_pb2.GenerateEvent(finished=finished)
         if any(other.sequence.phase is not Phase.FINISHED for other in job.choices):
@@ -210,6 +232,10 @@ class Jobs:
         for choice in job.choices:
             self._release(choice)
         job.done = True
+        if job.restored:
+            job.restored.close()
+        if job.keep:
+            job.keep(None)
         if job.compiling:
             job.compiling.cancel()  # so that nobody waits behind a grammar that nobody waits for
         self._jobs.remove(job)

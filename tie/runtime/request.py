@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from kvxfer.tickets import TICKET_BYTES
 from tie.bones.sampler import SamplingParams
 from tie.proto import runtime_pb2
 from tie.runtime.grammar_compiler import MAX_GRAMMAR_BYTES
@@ -60,6 +61,8 @@ class Request:
     grammar: str | None
     priority: Priority
     deadline_s: float | None
+    import_ticket: bytes = b""
+    export_ticket: bytes = b""
 
 
 def check(message: runtime_pb2.GenerateRequest, bounds: Bounds) -> Request:
@@ -75,9 +78,10 @@ def check(message: runtime_pb2.GenerateRequest, bounds: Bounds) -> Request:
             runtime_pb2.CODE_PROMPT_TOO_LONG,
             f"token_ids: {len(message.token_ids)} tokens leave no room for an answer within {bounds.max_length}",
         )
-    for field in ("images", "import_ticket", "export_ticket"):
-        if getattr(message, field):
-            raise RequestRefusedError(runtime_pb2.CODE_UNSUPPORTED, f"{field}: not supported by this runtime")
+    if message.images:
+        raise RequestRefusedError(runtime_pb2.CODE_UNSUPPORTED, "images: not supported by this runtime")
+    for field in ("import_ticket", "export_ticket"):
+        _require(len(getattr(message, field)) in {0, TICKET_BYTES}, f"{field}: {TICKET_BYTES} bytes, or empty")
     _require(message.max_tokens >= 1, "max_tokens: at least 1")
     _require(message.min_tokens <= message.max_tokens, "min_tokens: more than max_tokens")
     _require(message.n <= MAX_CHOICES, f"n: at most {MAX_CHOICES}")
@@ -102,6 +106,8 @@ def check(message: runtime_pb2.GenerateRequest, bounds: Bounds) -> Request:
         grammar=grammar,
         priority=_priority(message),
         deadline_s=message.deadline_ms / 1000 if message.deadline_ms else None,
+        import_ticket=message.import_ticket,
+        export_ticket=message.export_ticket,
     )
 
 

@@ -35,6 +35,8 @@ class Sequence:
         deadline: on the engine's monotonic clock, seconds; None for none.
         output: token ids generated so far.
         computed: how many of the leading tokens have keys and values in `blocks`.
+        restored: how many of the leading tokens will be copied into its blocks as soon as it has some, and so count as
+            computed from then on; whole blocks, and never the whole prompt.
         blocks: the block table, in order.
         order: position in the order of arrival; given by the scheduler.
         preemptions: how often its blocks were taken away.
@@ -51,6 +53,7 @@ class Sequence:
     deadline: float | None = None
     output: list[int] = field(default_factory=list)
     computed: int = 0
+    restored: int = 0
     blocks: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
     order: int = -1

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from kvxfer.header import buffer_bytes
+from kvxfer.pool import BufferPool
 from tie.assets.bundle import Bundle, open_bundle
-from tie.assets.manifest import TOKENIZER_FILE
+from tie.assets.manifest import TOKENIZER_FILE, Manifest
 from tie.assets.tokenizer import load_tokenizer
 from tie.bones.config import ModelConfig
 from tie.bones.executor import Executor
@@ -23,9 +25,13 @@ from tie.runtime.blocks import BlockPool
 from tie.runtime.control_server import ControlServer
 from tie.runtime.engine import Engine
 from tie.runtime.grammar_compiler import GrammarCompiler
+from tie.runtime.jobs import Job, Sink
+from tie.runtime.kv_blocks import Format
 from tie.runtime.kv_server import KvServer
+from tie.runtime.kv_transfer import Limits as TransferLimits
+from tie.runtime.kv_transfer import Transfers
 from tie.runtime.owner_client import Weights, attach
-from tie.runtime.request import Bounds, RequestRefusedError, check
+from tie.runtime.request import Bounds, Request, RequestRefusedError, check
 from tie.runtime.scheduler import Limits
 
 _WARM_S: Final = 120.0
@@ -70,6 +76,7 @@ class RuntimeService:
         self.engine = _engine(runtime, self._bundle, model, self._executor, self._grammars, on_failure=on_failure)
         self.engine.start()
         log.event("runtime.started", instance_id=instance_id, model=manifest.model, executor=self._executor.layout_id)
+        self._transfers = _transfers(runtime, manifest, self._executor, self.engine.bounds)
         self._kv = KvServer(
             config.sockets.kv,
             runtime_pb2.KvHello(
@@ -80,6 +87,7 @@ class RuntimeService:
                 block_tokens=self._executor.block_tokens,
                 block_bytes=self._executor.block_bytes,
             ),
+            self._transfers,
         )
         self._control = ControlServer(config.sockets.engine, self._handle)
 
@@ -87,6 +95,15 @@ class RuntimeService:
     def weights(self) -> Weights:
         """What the owner handed over."""
         return self._weights
+
+    def submit(self, request: Request, sink: Sink) -> Job:
+        """Takes a request, with the transfers that its tickets stand for, into the engine."""
+        restoring = keep = None
+        if request.import_ticket:
+            restoring = self._transfers.restore(request.import_ticket, len(request.prompt))
+        if request.export_ticket:
+            keep = self._transfers.keeper(request.export_ticket)
+        return self.engine.submit(request, sink, restoring=restoring, keep=keep)
 
     def close(self, *, drain_s: float) -> None:
         """Drains for at most `drain_s` seconds and ends the engine; the sockets go last: they are the death notice."""
@@ -101,6 +118,7 @@ class RuntimeService:
         self.engine.stop(timeout=5)
         self._grammars.close()
         self._control.close()
+        self._transfers.close()
         self._kv.close()
 
     def _handle(self, request: engine_pb2.EngineRequest) -> engine_pb2.EngineReply:
@@ -161,6 +179,28 @@ class _Last:
     def emit(self, event: runtime_pb2.GenerateEvent, *, last: bool) -> None:
         if last:
             self.events.put(event)
+
+
+def _transfers(runtime: RuntimeConfig, manifest: Manifest, executor: Executor, bounds: Bounds) -> Transfers:
+    spare_blocks = runtime.transfer_spare_tokens // executor.block_tokens
+    return Transfers(
+        Format(
+            model=manifest.model,
+            release=manifest.release,
+            layout=executor.layout_id,
+            block_tokens=executor.block_tokens,
+            block_bytes=executor.block_bytes,
+        ),
+        executor,
+        TransferLimits(
+            sequence_blocks=bounds.max_length // executor.block_tokens,
+            total_bytes=runtime.transfer_bytes,
+            import_s=runtime.import_deadline_s,
+            request_s=runtime.export_request_s,
+            export_s=runtime.export_deadline_s,
+        ),
+        BufferPool(buffer_bytes(executor.block_bytes, spare_blocks), runtime.transfer_spares if spare_blocks else 0),
+    )
 
 
 def _engine(

@@ -62,7 +62,7 @@ class TritonPythonModel:
             stream = Stream(request.get_response_sender())
             try:
                 tensor = pb_utils.get_input_tensor_by_name(request, "request").as_numpy()
-                job = self._service.engine.submit(self._parse(tensor), self._responder.sink(stream))
+                job = self._service.submit(self._parse(tensor), self._responder.sink(stream))
                 self._responder.watch(stream, functools.partial(self._service.engine.cancel, job))
             except RequestRefusedError as error:
                 self._responder.refuse(stream, error.code, error.detail)

@@ -7,7 +7,7 @@ import sys
 # The heavy ones, and those that would put the shared parts of a node into a user's process.
 FORBIDDEN = {
     "torch", "transformers", "gguf", "safetensors", "numpy", "tie.runtime", "tie.bones", "tie.cloudboard", "tie.cli",
-    "hypercorn", "httpx", "prometheus_client", "pynvml", "llguidance", "sentencepiece", "cryptography", "rich", "click",
+    "hypercorn", "httpx", "prometheus_client", "pynvml", "llguidance", "sentencepiece", "rich", "click",
 }  # fmt: skip
 # What it may import from outside the standard library, and why.
 ALLOWED = {
@@ -22,6 +22,7 @@ ALLOWED = {
     "jinja2": "chat templates",
     "markupsafe": "of jinja2",
     "msgspec": "node.toml and the manifest",
+    "cryptography": "AES-GCM and HKDF, for cached conversations",
 }
 OWN = {"tie", "kvxfer"}
 

@@ -1,0 +1,113 @@
+"""Sealed entries between the cache store and this process's memory: mapped, opened, sealed, filed. Blocking."""
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from kvxfer import pages
+from tie.store.client import StoreClient
+from tie.warden.entry import Kind, Opener, Sealer, Shape
+from tie.warden.errors import EntryError
+from tie.warden.keys import ConversationKey
+from tie.warden.manifest import CacheFormat, Manifest
+
+
+class StoredEntry:
+    """An entry out of the store, its manifest open and of the wanted format, its blocks still sealed.
+
+    Attributes:
+        manifest: what it says.
+        header_sha256: what a head names it by.
+
+    Raises:
+        EntryError: it does not open.
+    """
+
+    def __init__(self, descriptor: int, size: int, key: ConversationKey, kind: Kind, wanted: CacheFormat) -> None:
+        self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        self._view = memoryview(self._map)
+        try:
+            self._opener = Opener(key, kind, self._view)
+            self.manifest = Manifest.decode(self._opener.manifest, wanted)
+            self._check(wanted.block_bytes if kind is Kind.SEGMENT else 0)
+        except BaseException:
+            self.close()
+            raise
+        self.header_sha256 = self._opener.header_sha256
+
+    @classmethod
+    def fetch(
+        cls, store: StoreClient, index: bytes, key: ConversationKey, kind: Kind, wanted: CacheFormat
+    ) -> Self | None:
+        """The entry of an index, or None.
+
+        Raises:
+            EntryError: it does not open.
+            StoreError: the store is gone.
+        """
+        found = store.get(index)
+        if found is None:
+            return None
+        descriptor, size = found
+        try:
+            if size == 0:
+                raise EntryError
+            return cls(descriptor, size, key, kind, wanted)
+        finally:
+            os.close(descriptor)
+
+    def _check(self, block_bytes: int) -> None:
+        """What it says of itself must be what it is."""
+        blocks = self.manifest.block_count if block_bytes else 0
+        if (self._opener.shape.block_count, self._opener.shape.block_bytes) != (blocks, block_bytes):
+            raise EntryError
+
+    def prefetch(self, first: int, count: int) -> None:
+        """Maps the pages of sealed blocks in one go."""
+        start = self._opener.shape.offset(first) // mmap.PAGESIZE * mmap.PAGESIZE
+        pages.populate_read(self._map, start, self._opener.shape.offset(first + count) - start)
+
+    def open(self, block: int, into: memoryview) -> None:
+        """Opens one block; where it does not open, the memory is zeroed.
+
+        Raises:
+            EntryError: it does not open.
+        """
+        self._opener.open(block, into)
+
+    def close(self) -> None:
+        """Lets go of its memory."""
+        self._view.release()
+        self._map.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def sealing(store: StoreClient, key: ConversationKey, kind: Kind, manifest: Manifest) -> Iterator[Sealer]:
+    """Makes an entry; at the end of the block it can be filed with `StoreClient.put`.
+
+    Raises:
+        StoreError: there is no room for it.
+    """
+    plaintext = manifest.encode()
+    blocks = manifest.block_count if kind is Kind.SEGMENT else 0
+    shape = Shape.of(plaintext, blocks, manifest.format.block_bytes if blocks else 0)
+    descriptor = store.new(shape.entry_bytes)
+    try:
+        with mmap.mmap(descriptor, shape.entry_bytes) as mapping:
+            # The store has made the pages present; this maps them all, without a fault for each.
+            pages.populate_write(pages.address(mapping), shape.entry_bytes)
+            with memoryview(mapping) as out:
+                yield Sealer(key, kind, plaintext, shape, out)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,139 @@
+"""Blocks as they go from and into the executor's memory, and what is checked before one is believed."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvxfer.channel import Channel
+from kvxfer.doorbell import left
+from kvxfer.errors import AbortReason
+from kvxfer.header import Header
+from kvxfer.transfer import Consumer, Producer
+
+
+class BlockMemory(Protocol):
+    """What the transfers need of an executor."""
+
+    def block_view(self, block: int) -> memoryview:
+        """The bytes of one block, in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What blocks of this runtime are; every header must agree with it, field by field."""
+
+    model: str
+    release: str
+    layout: str
+    block_tokens: int
+    block_bytes: int
+
+    def header(self, first_block: int, block_count: int) -> Header:
+        """The header of a buffer with these blocks."""
+        return Header(
+            model=self.model,
+            release=self.release,
+            layout=self.layout,
+            block_tokens=self.block_tokens,
+            block_bytes=self.block_bytes,
+            block_count=block_count,
+            first_token=first_block * self.block_tokens,
+            token_count=block_count * self.block_tokens,
+        )
+
+
+class Restored:
+    """Blocks that were received and checked: the keys and values of a prompt's first tokens. Closed once they are used.
+
+    Attributes:
+        block_count: how many.
+    """
+
+    def __init__(self, consumer: Consumer, on_close: Callable[[], None]) -> None:
+        self.block_count = consumer.header.block_count
+        self._consumer = consumer
+        self._on_close = on_close
+        self._open = True
+
+    def copy_into(self, memory: BlockMemory, blocks: Sequence[int]) -> None:
+        """Copies them into the first of `blocks`. The step thread's."""
+        for index in range(self.block_count):
+            with self._consumer.block(index) as source, memory.block_view(blocks[index]) as target:
+                target[:] = source
+
+    def close(self) -> None:
+        """Lets go of them. A second time does nothing."""
+        if self._open:
+            self._open = False
+            self._consumer.close()
+            self._on_close()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A finished sequence's whole computed blocks, held until `release` is called, once, from any thread."""
+
+    blocks: tuple[int, ...]
+    release: Callable[[], None]
+
+
+def receive(
+    channel: Channel, descriptor: int, size: int, expected: Format, *, prompt_tokens: int, deadline: float
+) -> Consumer | None:
+    """All blocks of an import, whole, mapped, and of the format that is expected. None: of another.
+
+    Args:
+        channel: to the app.
+        descriptor: the buffer, which this runtime made.
+        size: of it.
+        expected: this runtime's format.
+        prompt_tokens: the prompt's length; its last token at least is always computed.
+        deadline: on the monotonic clock.
+
+    Raises:
+        KvxferError: the app gave up, died, was too slow, or broke the protocol.
+    """
+    consumer = Consumer(channel, max_bytes=size, timeout=left(deadline), own=descriptor)
+    try:
+        header = consumer.header
+        if header != expected.header(0, header.block_count) or header.token_count >= prompt_tokens:
+            consumer.abort(AbortReason.INCOMPATIBLE)
+            consumer.close()
+            return None
+        ready = 0
+        while ready < header.block_count:
+            committed = consumer.wait(ready + 1, timeout=left(deadline))
+            # The step thread is not to pay for the faults, and here they overlap with what is still to come.
+            consumer.populate(ready, committed - ready)
+            ready = committed
+        consumer.finish(timeout=left(deadline))
+    except BaseException:
+        consumer.close()
+        raise
+    return consumer
+
+
+def send(
+    channel: Channel, descriptor: int, header: Header, memory: BlockMemory, blocks: Sequence[int], *, timeout: float
+) -> None:
+    """Copies blocks out, one by one.
+
+    Args:
+        channel: to the app.
+        descriptor: a buffer of the header's size.
+        header: what the blocks are.
+        memory: where they lie.
+        blocks: their numbers, in order.
+        timeout: seconds that the app has to take them.
+
+    Raises:
+        KvxferError: the app gave up, died, or was too slow.
+    """
+    deadline = time.monotonic() + timeout
+    with Producer(channel, descriptor, header, passing=True, timeout=left(deadline)) as producer:
+        for index, block in enumerate(blocks):
+            with producer.block(index) as target, memory.block_view(block) as source:
+                target[:] = source
+            producer.commit(index + 1)
+        producer.finish(timeout=left(deadline))
