@@ -23,7 +23,7 @@ from tie.runtime.grammar import Grammar, GrammarError, deep_workers, no_panic
 from tie.runtime.grammar_trial import STACK_BYTES, Verdict, limits
 from tie.runtime.trials import Trials
 
-COMPILE_DEADLINE_S: Final = 5.0  # of which a grammar itself takes a small part; the rest is waiting for others'
+COMPILE_DEADLINE_S: Final = 10.0  # nearly all of it is waiting: for others' grammars, and for the processor
 MAX_GRAMMAR_BYTES: Final = 128 * 1024
 _WORKERS: Final = 2
 _MAX_QUEUED: Final = 64

@@ -22,7 +22,7 @@ import llguidance
 from tie.daemon.hardening import die_with_parent, protect_process
 
 CPU_S: Final = 0.15  # of work per grammar, many times what the largest schemas in use take
-WALL_S: Final = 1.0  # for it, on a machine that is busy with tokens
+WALL_S: Final = 5.0  # for it, on a machine that is busy with other things
 STACK_BYTES: Final = 64 * 1024 * 1024
 _NICENESS: Final = 5  # tokens for those who are already served go first
 _LENGTH_BYTES: Final = 4
