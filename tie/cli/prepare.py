@@ -1,0 +1,119 @@
+"""What `tie up` does before it starts anything: run directory, bundle, checks, configuration, keys."""
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tie.cli import settings
+from tie.cli.console import Console
+from tie.daemon import config as node_config
+from tie.daemon.config import NodeConfig
+from tie.daemon.errors import ConfigError
+
+
+@contextmanager
+def prepared(directory: Path) -> Iterator[None]:
+    """Makes the run directory and holds it for this process.
+
+    Raises:
+        ConfigError: it cannot be made, belongs to somebody else, or another node runs in it.
+    """
+    try:
+        directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+        status = directory.stat()
+        lock = os.open(directory / settings.UP_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        hint = "name another one with --run-dir"
+        raise ConfigError(f"cannot use {directory}: {error.strerror}", hint=hint) from error
+    try:
+        if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
+            raise ConfigError(
+                f"{directory} belongs to somebody else or is open to all", hint="choose another --run-dir"
+            )
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "?"
+            raise ConfigError(
+                f"a node already runs in {directory} (`tie up`, process {owner})",
+                hint="stop it, or give this one its own --run-dir and --port",
+            ) from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(lock)
+
+
+def with_bundle(config: NodeConfig, bundle: Path | None, console: Console) -> NodeConfig:
+    """The configuration with an absolute bundle: the named one, the configured one, or the demo model's.
+
+    Raises:
+        BundleError: there is no such bundle.
+    """
+    from tie.assets.bundle import open_bundle  # needs the node's packages, which `tie up --help` does not
+
+    if bundle is None and config.model.bundle:
+        bundle = Path(config.model.bundle)
+    if bundle is None:
+        from tie.cli.assets import demo_bundle
+
+        bundle = settings.cache_dir() / "demo-bundle"
+        if not bundle.exists():
+            console.say(f"making the demo model's bundle in {bundle} …")
+            demo_bundle(bundle)
+    bundle = bundle.absolute()
+    manifest = open_bundle(bundle).manifest
+    console.say(f"model {manifest.model} ({manifest.release}) from {bundle}")
+    return settings.replace(config, model__bundle=str(bundle))
+
+
+def check(config: NodeConfig) -> None:
+    """What would otherwise show as a daemon that keeps failing.
+
+    Raises:
+        ConfigError: a socket path is too long, or the ingress's port is taken.
+    """
+    longest = config.sockets.owner_control
+    if len(os.fsencode(longest)) > 107:
+        raise ConfigError(f"{config.run_dir} is too long for Unix sockets", hint="choose a shorter --run-dir")
+    family = socket.AF_INET6 if ":" in config.cloudboard.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.cloudboard.host, config.cloudboard.port))
+        except OSError as error:
+            where = f"{config.cloudboard.host}:{config.cloudboard.port}"
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(f"{where} is in use", hint="choose another port with --port") from None
+            raise ConfigError(f"cannot listen on {where}: {error.strerror}") from error
+
+
+def write_configuration(config: NodeConfig) -> None:
+    """node.toml and the node's keys, in the run directory."""
+    from tie.cloudboard.keys import create_node_keys
+
+    path = settings.node_toml(Path(config.run_dir))
+    path.write_bytes(node_config.dump(config))
+    path.chmod(0o640)
+    create_node_keys(config)
+
+
+def program(name: str) -> str:
+    """Where a console script of this installation is.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    beside = Path(sys.executable).parent / name
+    path = str(beside) if beside.exists() else shutil.which(name)
+    if path is None:
+        raise ConfigError(f"{name} is not installed", hint="install the project with its extra `node`: ./run setup")
+    return path
