@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from tie.app import compiling
-from tie.app.outcome import invalid, unsupported
+from tie.app.outcome import RefusalError, invalid, unsupported
 from tie.app.schemas import enforceable
 from tie.proto import request_pb2
 
 MAX_TOOLS: Final = 128
 MAX_NESTING: Final = 64
+CALL_TAGS: Final = ("<tool_call>\n", "\n</tool_call>")  # as the templates of Hermes and Qwen have them
 _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MODES: Final = ("", "none", "auto", "required")
 
@@ -55,8 +56,15 @@ def parameters(tool: request_pb2.Tool, position: int) -> dict[str, Any]:
     return schema
 
 
-def grammar(request: request_pb2.InferenceRequest) -> str | None:
+def grammar(request: request_pb2.InferenceRequest, *, tagged_calls: bool = False) -> str | None:
     """The grammar that the answer must follow, or None for any answer.
+
+    A tool choice of "auto" promises nothing: where calls are tagged, and so told from text, they are kept to the tools'
+    schemas if these can be enforced.
+
+    Args:
+        request: the user's.
+        tagged_calls: whether the model writes a call between `CALL_TAGS`; else an answer is a call or it is none.
 
     Raises:
         RefusalError: INVALID_REQUEST, UNSUPPORTED or GRAMMAR_REFUSED, naming the field.
@@ -65,11 +73,17 @@ def grammar(request: request_pb2.InferenceRequest) -> str | None:
     kind = constraint.WhichOneof("kind")
     if kind == "json_object" and not constraint.json_object:
         kind = None
+    tags = CALL_TAGS if tagged_calls else ("", "")
     forced = _forced_tools(request)
     if forced and kind:
         raise unsupported("constraint", f"cannot be combined with tool_choice {request.tool_choice}")
     if forced:
-        return _compiled(_tool_call(forced), "tools")
+        return _compiled({"lark_grammar": "\n".join(["start: call", *_call(forced, tags)])}, "tools")
+    if kind is None and tagged_calls and request.tools and request.tool_choice != "none":
+        try:
+            return _compiled({"lark_grammar": _text_with_calls(list(enumerate(request.tools)))}, "tools")
+        except RefusalError:
+            return None
     if kind is None:
         return None
     field = f"constraint.{kind}"
@@ -130,19 +144,33 @@ def _forced_tools(request: request_pb2.InferenceRequest) -> list[tuple[int, requ
     ]
 
 
-def _tool_call(forced: Sequence[tuple[int, request_pb2.Tool]]) -> dict[str, Any]:
-    """A call of one of the tools: {"name": …, "arguments": …}, the arguments by the tool's own schema.
+def _call(offered: Sequence[tuple[int, request_pb2.Tool]], tags: tuple[str, str]) -> list[str]:
+    """Rules for `call`, of one of the tools: {"name": …, "arguments": …}, the arguments by the tool's own schema.
 
     Each schema is a grammar of its own, so that its "#/…" references go to its own root.
     """
-    lines = ["start: " + " | ".join(f"tool_{position}" for position, _ in forced)]
-    for position, tool in forced:
+    opening, closing = map(json.dumps, tags)
+    lines = [f"call: {opening} (" + " | ".join(f"tool_{position}" for position, _ in offered) + f") {closing}"]
+    for position, tool in offered:
         head = json.dumps(f'{{"name": "{tool.name}", "arguments": ')
         lines += [
             f'tool_{position}: {head} arguments_{position} "}}"',
-            f"arguments_{position}: %json {json.dumps(parameters(tool, position))}",
+            f"arguments_{position}: %json {json.dumps(enforceable(parameters(tool, position)))}",
         ]
-    return {"lark_grammar": "\n".join(lines)}
+    return lines
+
+
+def _text_with_calls(offered: Sequence[tuple[int, request_pb2.Tool]]) -> str:
+    """Any text; but the opening tag opens a call."""
+    opening, closing = CALL_TAGS
+    trigger = opening.rstrip()
+    lines = [
+        "start: (head call)* text",
+        f"head[lazy]: TEXT {json.dumps(trigger)}",
+        "text: TEXT",
+        "TEXT: /(?s:.*)/",
+    ]
+    return "\n".join([*lines, *_call(offered, (opening.removeprefix(trigger), closing))])
 
 
 def _compiled(body: dict[str, Any], field: str) -> str:

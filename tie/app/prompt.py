@@ -33,6 +33,7 @@ class Model:
     context_tokens: int
     _template: ChatTemplate | None
     _template_takes_tools: bool
+    _tagged_calls: bool
 
     @classmethod
     def load(cls, config: NodeConfig) -> Self:
@@ -44,13 +45,15 @@ class Model:
         bundle = open_bundle(Path(config.model.bundle))
         tokenizer = load_tokenizer(bundle)
         chat = CHAT_TEMPLATE_FILE in bundle.manifest.files
+        source = bundle.read(CHAT_TEMPLATE_FILE) if chat else b""
         own = bundle.manifest.architecture.context_tokens
         return cls(
             bundle=bundle,
             tokenizer=tokenizer,
             context_tokens=min(own, config.runtime.context_tokens or own),
             _template=ChatTemplate.load(bundle, tokenizer) if chat else None,
-            _template_takes_tools=chat and b"tools" in bundle.read(CHAT_TEMPLATE_FILE),
+            _template_takes_tools=b"tools" in source,
+            _tagged_calls=constraints.CALL_TAGS[0].rstrip().encode() in source,
         )
 
     @property
@@ -90,7 +93,7 @@ class Model:
             request_id=request_id,
             token_ids=token_ids,
             sampling=numbers,
-            grammar=constraints.grammar(request),
+            grammar=constraints.grammar(request, tagged_calls=self._tagged_calls),
             stop=request.stop,
             max_tokens=output_tokens(request, limits, free),
             min_tokens=request.sampling.min_tokens,

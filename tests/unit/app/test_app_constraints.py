@@ -102,6 +102,51 @@ def test_a_named_tool_is_a_call_of_that_one(vocabulary):
     assert not accepts(vocabulary, made, '{"name": "weather", "arguments": {"at": "Kyoto"}}')
 
 
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"at": "Kyoto"}}\n</tool_call>'
+
+
+def tagged(tools, choice, **constraint):
+    return constraints.grammar(request(tools, choice, **constraint), tagged_calls=True)
+
+
+def test_a_tagged_call_is_forced_with_its_tags(vocabulary):
+    for choice in ("required", "weather"):
+        made = tagged([WEATHER, CLOCK], choice)
+        assert accepts(vocabulary, made, CALL)
+        assert not accepts(vocabulary, made, f"Let me see. {CALL}")
+        assert not accepts(vocabulary, made, CALL.removeprefix("<tool_call>\n"))
+
+
+@pytest.mark.parametrize("choice", ["", "auto"])
+def test_text_is_free_and_calls_in_it_are_not(vocabulary, choice):
+    made = tagged([WEATHER, CLOCK], choice)
+    for text in ("", "Hello.", "a <tool is no <tool_calls", CALL, f"Let me see.\n{CALL}", f"{CALL}\n{CALL} Done."):
+        assert accepts(vocabulary, made, text)
+    for text in (
+        "<tool_call>x",
+        CALL.replace("weather", "other"),
+        CALL.replace("Kyoto", '", "b": "'),
+        f"{CALL}<tool_call>",
+    ):
+        assert not accepts(vocabulary, made, text)
+
+
+def test_auto_promises_nothing_that_cannot_be_enforced():
+    hostile = request_pb2.Tool(name="odd", parameters_json='{"not": {"pattern": "a"}}')
+    assert tagged([hostile], "auto") is None
+    assert tagged([hostile], "none") is None
+    with pytest.raises(RefusalError) as caught:
+        tagged([hostile], "required")
+    assert caught.value.status == GRAMMAR
+    assert "not" in caught.value.detail
+
+
+def test_a_constraint_goes_before_tools_that_may_be_called(vocabulary):
+    made = tagged([CLOCK], "auto", json_object=True)
+    assert accepts(vocabulary, made, "{}")
+    assert not accepts(vocabulary, made, "text")
+
+
 def deep(levels: int) -> str:
     return '{"items": ' * levels + "{}" + "}" * levels
 
