@@ -72,9 +72,9 @@ class Admission:
         """Whom to admit now; makes room for it."""
         canary = self._queues.first(Priority.CANARY, self._fit)
         if canary and not any(entry.priority is Priority.CANARY for entry in self._residency.running):
-            while not self._fits(canary):
+            while not self._fits(canary) and self._residency.running:
                 self._evict(self._residency.running)
-            return canary
+            return canary if self._fits(canary) else None  # else exports hold the blocks, for a moment
         # Who has just lost blocks does not get them back in the same step, nor does anybody else of its rank.
         if any(not entry.guest for entry in self._evicted):
             return None

@@ -139,3 +139,16 @@ def test_a_sequence_is_its_prompt_and_then_its_output():
     assert entry.tokens(1, 3) == [2, 3, 4]
     assert entry.tokens(3, 2) == [4, 5]
     assert entry.tokens(4, 1) == [5]
+
+
+def test_what_exports_hold_is_waited_for_even_by_a_canary():
+    scheduler = make(blocks=4)
+    held = scheduler.pool.allocate(4)
+    canary, other = sequence(1, 1, Priority.CANARY), sequence(9, 1)
+    scheduler.submit(canary)
+    scheduler.submit(other)
+    assert scheduler.plan().slices == ()
+    scheduler.pool.release(held[:1])
+    assert step(scheduler) == [canary]
+    scheduler.pool.release(held[1:])
+    assert step(scheduler) == [other]

@@ -1,0 +1,252 @@
+"""One request, served in every way (alone, batched, in chunks, preempted, forked, guessed ahead): the same tokens.
+
+On two small random models, in float32 on the real executor. Sums in another order round otherwise, so where the first
+difference is between two tokens that the model hardly tells apart, that is a tie and no fault.
+"""
+
+import queue
+
+import pytest
+import torch
+
+from tie.assets.manifest import TOKENIZER_FILE
+from tie.assets.sample import make_sample_bundle
+from tie.assets.tokenizer import load_tokenizer
+from tie.bones.config import ModelConfig
+from tie.bones.executor import Batch, Executor, SequenceSlice
+from tie.bones.llama import tensor_shapes
+from tie.proto import runtime_pb2 as pb
+from tie.runtime import speculation
+from tie.runtime.blocks import BlockPool
+from tie.runtime.engine import Engine
+from tie.runtime.grammar_compiler import GrammarCompiler
+from tie.runtime.request import Bounds, check
+from tie.runtime.scheduler import Limits
+
+VOCABULARY = 259
+BLOCK_TOKENS = 8
+MAX_LENGTH = 200
+WAIT_S = 60
+TIE = 1e-3
+
+COMMON = {"vocab_size": VOCABULARY, "context_tokens": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+MODELS = {
+    "llama": {"kind": "llama", "hidden_size": 48, "intermediate_size": 96, "num_layers": 3, "num_heads": 6}
+    | {"num_kv_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    "qwen3": {"kind": "qwen3", "hidden_size": 32, "intermediate_size": 80, "num_layers": 2, "num_heads": 4}
+    | {"num_kv_heads": 4, "head_dim": 16, "tie_word_embeddings": False, "qk_norm": True},
+}
+# Some repeat themselves, so that there is something to guess; lengths around the borders of blocks and chunks.
+PROMPTS = [
+    list(b"once upon a time, once upon a time, once upon a"),
+    list(b"x"),
+    list(b"The quick brown fox jumps over the lazy dog. The quick brown fox"),
+    list(b"12345678"),
+    list(b"abcabcabcabcabcabcabcabcabcabcabcab"),
+    list(range(1, 100)),
+]
+
+
+class Collect:
+    def __init__(self):
+        self.events = queue.SimpleQueue()
+        self.seen = []
+
+    def emit(self, event, *, last):
+        self.events.put((event, last))
+
+    def wait(self):
+        last = False
+        while not last:
+            event, last = self.events.get(timeout=WAIT_S)
+            self.seen.append(event)
+        assert self.seen[-1].HasField("finished"), self.seen[-1]
+        return self
+
+    def answer(self, index=0):
+        """What a client sees of one choice: ids, logprobs, how it ended."""
+        tokens = [event.tokens for event in self.seen if event.HasField("tokens") and event.tokens.index == index]
+        ends = [event.finished for event in self.seen if event.HasField("finished") and event.finished.index == index]
+        ids = [token for part in tokens for token in part.token_ids]
+        logprobs = [entry.logprob for part in tokens for entry in part.logprobs]
+        return ids, logprobs, (ends[0].reason, ends[0].drop_bytes, ends[0].completion_tokens)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return make_sample_bundle(tmp_path_factory.mktemp("same") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def compiler(bundle):
+    compiler = GrammarCompiler(bundle.read(TOKENIZER_FILE).decode(), VOCABULARY, (258,))
+    yield compiler
+    compiler.close()
+
+
+class Served:
+    """A model, and ways to serve requests on it."""
+
+    def __init__(self, name, bundle, compiler):
+        self.config = ModelConfig(**COMMON, **MODELS[name])
+        dice = torch.Generator().manual_seed(len(name))
+        shapes = tensor_shapes(self.config)
+        # Of a size that gives logits of an ordinary spread.
+        self.tensors = {
+            key: torch.randn(shape, generator=dice) * (shape[-1] ** -0.5 * 2 if len(shape) > 1 else 1)
+            for key, shape in shapes.items()
+        }
+        self.bundle, self.compiler = bundle, compiler
+        self.answers = {}
+
+    def executor(self, blocks):
+        return Executor(self.config, self.tensors, num_blocks=blocks, block_tokens=BLOCK_TOKENS, dtype="f32", threads=1)
+
+    def serve(self, requests, *, blocks=200, step_tokens=256, max_running=16, guesses=False):
+        """All at once; the sinks, and the engine's metrics."""
+        engine = Engine(
+            self.executor(blocks),
+            BlockPool(blocks, BLOCK_TOKENS),
+            Limits(step_tokens=step_tokens, max_running=max_running, max_waiting=100),
+            Bounds(VOCABULARY, MAX_LENGTH),
+            tokenizer=load_tokenizer(self.bundle),
+            end_ids=frozenset({258}),
+            grammars=self.compiler,
+            speculation=guesses,
+            on_failure=lambda: None,
+        )
+        sinks = [Collect() for _ in requests]
+        for request, sink in zip(requests, sinks, strict=True):
+            engine.submit(check(request, engine.bounds), sink)
+        engine.start()
+        for sink in sinks:
+            sink.wait()
+        assert engine.stop(WAIT_S)
+        ledger = engine.pool.statistics()
+        assert (ledger.used, ledger.handed_out) == (0, ledger.returned)
+        return sinks, engine.metrics.text()
+
+    def alone(self, requests):
+        for request in requests:
+            key = request.SerializeToString(deterministic=True)
+            if key not in self.answers:
+                self.answers[key] = self.serve([request])[0][0].answer()
+        return [self.answers[request.SerializeToString(deterministic=True)] for request in requests]
+
+    def assert_same(self, request, expected, got):
+        if got == expected:
+            return
+        step = next((step for step, (a, b) in enumerate(zip(expected[0], got[0], strict=False)) if a != b), None)
+        assert step is not None, "one answer is longer"
+        assert request.sampling.temperature == 0, f"a sampled answer differs at {step}"
+        tokens = [*request.token_ids, *expected[0][:step]]
+        executor = self.executor(-(-len(tokens) // BLOCK_TOKENS))
+        logits = executor.forward(Batch((SequenceSlice(tokens, 0, range(executor.num_blocks), 1),)))[0]
+        assert abs(logits[expected[0][step]] - logits[got[0][step]]) < TIE, f"another token at {step}"
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(request, bundle, compiler):
+    threads = torch.get_num_threads()
+    yield Served(request.param, bundle, compiler)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Guesses are made wherever there is something to guess, whatever they cost."""
+    monkeypatch.setattr(
+        speculation, "best_lengths", lambda rates, _cost: ([speculation.LONGEST if rate else 0 for rate in rates], 2.0)
+    )
+
+
+def requests(**fields):
+    fields = {"max_tokens": 60, "ignore_eos": True} | fields
+    return [pb.GenerateRequest(token_ids=prompt, **fields) for prompt in PROMPTS]
+
+
+def seeded(**fields):
+    sampling = pb.Sampling(temperature=0.7, top_k=40, top_p=0.95, seed=77)
+    return requests(sampling=sampling, **fields)
+
+
+def counted(metrics, name):
+    return float(next(line.split()[-1] for line in metrics.splitlines() if line.startswith(f"tie_runtime_{name}")))
+
+
+WAYS = {
+    "batched": {},
+    "in chunks": {"step_tokens": 17},
+    "preempted": {"blocks": 26},
+    "preempted in chunks, two at a time": {"blocks": 26, "step_tokens": 7, "max_running": 2},
+    "guessed": {"guesses": True},
+    "guessed, preempted and in chunks": {"guesses": True, "blocks": 26, "step_tokens": 17},
+}
+
+
+@pytest.mark.parametrize("asked", [requests, seeded])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_the_same_tokens(served, eager, way, asked):
+    wanted = asked()
+    expected = served.alone(wanted)
+    sinks, metrics = served.serve(wanted, **WAYS[way])
+    for request, answer, sink in zip(wanted, expected, sinks, strict=True):
+        served.assert_same(request, answer, sink.answer())
+    assert bool(counted(metrics, "preemptions_total")) == ("preempted" in way)
+    guesses = [counted(metrics, f'draft_tokens_total{{outcome="{outcome}"}}') for outcome in ("accepted", "rejected")]
+    assert any(guesses) == ("guessed" in way)
+    assert all(guesses) or asked is seeded or "guessed" not in way
+
+
+@pytest.mark.parametrize("way", [{}, {"blocks": 40}, {"guesses": True}])
+def test_choices_are_what_requests_of_their_seeds_are(served, eager, way):
+    """Greedy: all alike. Sampled: each what its own seed gives alone; the first what the request is with n = 1."""
+    for wanted in (requests(n=4)[:3], seeded(n=4)[:3]):
+        sinks, metrics = served.serve(wanted, **way)
+        for request, sink in zip(wanted, sinks, strict=True):
+            for index, params in enumerate(check(request, Bounds(VOCABULARY, MAX_LENGTH)).params):
+                single = pb.GenerateRequest()
+                single.CopyFrom(request)
+                single.n = 1
+                single.sampling.seed = params.seed
+                served.assert_same(single, served.alone([single])[0], sink.answer(index))
+        assert bool(counted(metrics, "preemptions_total")) == ("blocks" in way)
+
+
+EXTRAS = {
+    "penalties": {"sampling": pb.Sampling(repetition_penalty=1.02, presence_penalty=0.05, frequency_penalty=0.02)},
+    "logprobs": {"logprobs": 3},
+    "min_tokens": {"min_tokens": 30, "ignore_eos": False, "stop_token_ids": list(range(0, 259, 3))},
+    "stop": {"stop": ["e", "ab", "12"]},
+    "stop ids": {"stop_token_ids": list(range(0, 259, 17))},
+    "grammar": {"grammar": 'start: ("abc" | "hello there " | /[x-z]/)+'},
+    "sampled grammar": {"grammar": "start: /(ab|cd|[0-9])+/", "sampling": pb.Sampling(temperature=1, seed=5)},
+    "logit bias": {"sampling": pb.Sampling(logit_bias={97: 3.0, 98: 3.0}, bad_token_ids=[99])},
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_guessing_changes_nothing_of_what_a_request_asks_for(served, eager, extra):
+    wanted = requests(**EXTRAS[extra])
+    expected, _ = served.serve(wanted)
+    sinks, metrics = served.serve(wanted, guesses=True)
+    for request, one, other in zip(wanted, expected, sinks, strict=True):
+        plain, guessed = one.answer(), other.answer()
+        served.assert_same(request, (plain[0], [], plain[2]), (guessed[0], [], guessed[2]))
+        assert guessed[1] == pytest.approx(plain[1], abs=1e-3)
+    assert counted(metrics, 'draft_tokens_total{outcome="rejected"}')
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+def test_four_times_too_much_load_completes_without_losing_a_block(served, eager, guesses):
+    """`serve` looks at the ledger: everything that was handed out has come back."""
+    sampling = [pb.Sampling(temperature=0.7, seed=seed) for seed in range(3)]
+    wanted = [*requests(n=2), *(one for how in sampling for one in requests(sampling=how))]
+    longest = max(len(request.token_ids) + request.max_tokens for request in wanted)
+    demand = sum((len(request.token_ids) + request.max_tokens) * max(1, request.n) for request in wanted)
+    blocks = demand // (4 * BLOCK_TOKENS)
+    assert longest <= blocks * BLOCK_TOKENS
+    sinks, metrics = served.serve(wanted, blocks=blocks, max_running=len(wanted) + 6, guesses=guesses)
+    assert counted(metrics, "preemptions_total")
+    for request, answer, sink in zip(wanted, served.alone(wanted), sinks, strict=True):
+        served.assert_same(request, answer, sink.answer())
