@@ -19,7 +19,7 @@ import msgspec
 from kvxfer import channel
 from model_owner.loader import PackedWeights
 from model_owner.weights import Failure, Progress, Weights
-from tie.daemon import frames, log, rpc
+from tie.daemon import frames, log, socket_path
 from tie.daemon.errors import ConfigError, ProtocolError
 from tie.proto import owner_pb2
 
@@ -49,7 +49,7 @@ class AttachServer:
         Raises:
             SocketInUseError: a live server holds the path.
         """
-        lock = rpc.claim(path)
+        lock = socket_path.claim(path)
         try:
             with _listening(path) as listener:
                 accepting = asyncio.create_task(self._accept(listener))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tie.cli.process import Child, OnLine
-from tie.daemon import rpc
+from tie.daemon import socket_path
 
 _BACKLOG = 128
 
@@ -65,7 +65,7 @@ class Listener:
             SocketInUseError: a live server holds the path.
             ConfigError: the path is too long for a Unix socket.
         """
-        self._lock = rpc.claim(self._path)
+        self._lock = socket_path.claim(self._path)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         before = os.umask(0o117)
         try:

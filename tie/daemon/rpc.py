@@ -1,11 +1,9 @@
 """gRPC over Unix sockets, with the guards that gRPC in Python lacks.
 
-A server makes its socket's directory, refuses to take over a live path (a second server would silently steal it,
-and the first would unlink the new socket when it stops), sets the mode, and refuses unary calls without a deadline.
+A server claims its path (`tie.daemon.socket_path`), sets the socket's mode, and refuses unary calls without a deadline.
 """
 
 import asyncio
-import fcntl
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,49 +13,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from tie.daemon.errors import ConfigError, TieError
+from tie.daemon.socket_path import claim
 from tie.proto import metrics_pb2, metrics_pb2_grpc
 
-_MAX_PATH = 107  # sockaddr_un
 _OPTIONS = [("grpc.max_receive_message_length", 4 * 1024 * 1024), ("grpc.so_reuseport", 0)]
-
-
-class SocketInUseError(TieError):
-    """Another live server holds this socket path."""
-
-
-def prepare_directory(path: Path) -> None:
-    """Makes the directory of a socket: mode 2750 where we make it, untouched where tmpfiles did.
-
-    Raises:
-        ConfigError: the path is too long for a Unix socket.
-    """
-    if len(os.fsencode(path)) > _MAX_PATH:
-        raise ConfigError(f"socket path over {_MAX_PATH} bytes: {path}", hint="choose a shorter run_dir")
-    if not path.parent.is_dir():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.parent.chmod(0o2750)
-
-
-def claim(path: Path) -> int:
-    """Takes the lock beside a socket path for the life of the process and removes a dead socket.
-
-    Returns:
-        The lock's descriptor; closing it (or dying) gives the path up.
-
-    Raises:
-        SocketInUseError: a live server holds it.
-    """
-    prepare_directory(path)
-    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise SocketInUseError(f"another server is live on {path}") from None
-    if path.is_socket():
-        path.unlink()
-    return lock
 
 
 # Generic for the type checker only: at run time grpc's classes take no parameters.

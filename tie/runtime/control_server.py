@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from kvxfer.channel import Channel, listen
 from kvxfer.errors import KvxferError
-from tie.daemon import log, rpc
+from tie.daemon import log, socket_path
 from tie.proto import engine_pb2
 
 MAX_CONNECTIONS: Final = 4
@@ -32,7 +32,7 @@ class ControlServer:
     def __init__(self, path: Path, handle: Handler) -> None:
         self._path = path
         self._handle = handle
-        self._lock = rpc.claim(path)
+        self._lock = socket_path.claim(path)
         self._listener = listen(path, backlog=MAX_CONNECTIONS, mode=0o600)
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         threading.Thread(target=self._run, name="control-server", daemon=True).start()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kvxfer.channel import listen
-from tie.daemon import frames, log, rpc
+from tie.daemon import frames, log, socket_path
 from tie.daemon.errors import ProtocolError
 from tie.proto import runtime_pb2
 from tie.runtime.kv_transfer import OverloadedError, Transfers
@@ -37,7 +37,7 @@ class KvServer:
         self._path = path
         self._hello = hello.SerializeToString()
         self._transfers = transfers
-        self._lock = rpc.claim(path)
+        self._lock = socket_path.claim(path)
         self._listener = listen(path, backlog=MAX_CONNECTIONS)
         self._listener.setblocking(False)
         self._woken, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)

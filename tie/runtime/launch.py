@@ -10,14 +10,18 @@ import os
 import secrets
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from tie import __version__
 from tie.daemon import config as node_config
-from tie.daemon import log, rpc
+from tie.daemon import log, socket_path
 from tie.daemon.errors import TieError, UserError
 from tie.daemon.service import EXIT_CONFIG, EXIT_FAILURE
 from tie.runtime import environment, triton_server
+
+# oneDNN, and torch around it, keep what they compiled for each shape of a bfloat16 product, a thousand of them each.
+# Batches have very many shapes, so that these were hundreds of megabytes after some hundred requests.
+LIBRARY_CACHES: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 
 
 def main() -> NoReturn:
@@ -60,10 +64,10 @@ def prepare(config_path: Path) -> dict[str, str]:
     config = node_config.load(config_path)
     installation = triton_server.find_installation()
     directory = config.sockets.engine.parent
-    lock = rpc.claim(directory / "runtime")
+    lock = socket_path.claim(directory / "runtime")
     os.set_inheritable(lock, True)
     for path in (config.sockets.triton, config.sockets.kv, config.sockets.probe):
-        rpc.prepare_directory(path)
+        socket_path.prepare_directory(path)
     family = "tie-" + hashlib.sha256(os.fsencode(config.run_dir)).hexdigest()[:8] + "-"
     environment.remove_regions(family)
     if config.sockets.triton.is_socket():
@@ -89,6 +93,7 @@ def prepare(config_path: Path) -> dict[str, str]:
         ),
         # How the stub's embedded interpreter finds its standard library.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        **LIBRARY_CACHES,
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvxfer import channel, seals
 from kvxfer.errors import SealError
-from tie.daemon import frames, log, rpc
+from tie.daemon import frames, log, socket_path
 from tie.daemon.errors import ProtocolError
 from tie.proto import store_pb2
 from tie.store.entries import Entries, Entry, EntryTooLargeError, StoreFullError
@@ -191,7 +191,7 @@ class StoreServer:
         Raises:
             SocketInUseError: a live server holds the path.
         """
-        lock = rpc.claim(path)
+        lock = socket_path.claim(path)
         try:
             with _listening(path) as listener:
                 tasks = [asyncio.create_task(self._accept(listener)), asyncio.create_task(self._sweep())]

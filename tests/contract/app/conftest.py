@@ -22,7 +22,7 @@ from tie.assets.bundle import Bundle
 from tie.assets.sample import make_sample_bundle
 from tie.assets.tokenizer import Tokenizer, load_tokenizer
 from tie.daemon import config as node_config
-from tie.daemon import frames, rpc
+from tie.daemon import frames, rpc, socket_path
 from tie.daemon.triton import service_pb2, service_pb2_grpc
 from tie.proto import app_pb2, request_pb2, runtime_pb2
 
@@ -118,7 +118,7 @@ class FakeRuntime(service_pb2_grpc.GRPCInferenceServiceServicer):
     @contextlib.asynccontextmanager
     async def live(self) -> AsyncIterator["FakeRuntime"]:
         """Both sockets, for the length of the block."""
-        rpc.prepare_directory(self._config.sockets.kv)
+        socket_path.prepare_directory(self._config.sockets.kv)
         listener = channel.listen(self._config.sockets.kv)
         listener.setblocking(False)
         accepting = asyncio.create_task(self._accept(listener))

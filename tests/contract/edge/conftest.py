@@ -18,7 +18,7 @@ import pytest
 from tie.cloudboard import kps, main
 from tie.cloudboard.keys import create_node_keys, public_path
 from tie.daemon import config as node_config
-from tie.daemon import frames, rpc, service
+from tie.daemon import frames, rpc, service, socket_path
 from tie.daemon.config import AppConfig, CloudBoardConfig, NodeConfig
 from tie.daemon.padding import pad
 from tie.proto import app_pb2, cloudboard_pb2, cloudboard_pb2_grpc, request_pb2
@@ -178,10 +178,10 @@ class Edge:
         create_node_keys(self.config)
         self.config_path.write_bytes(node_config.dump(self.config))
         sockets = self.config.sockets
-        rpc.prepare_directory(sockets.app)
+        socket_path.prepare_directory(sockets.app)
         app = await asyncio.start_unix_server(self._app, sockets.app)
         self._stack.callback(app.close)
-        rpc.prepare_directory(sockets.jobhelper)
+        socket_path.prepare_directory(sockets.jobhelper)
         listening = self._stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listening.bind(str(sockets.jobhelper))
         listening.listen(128)

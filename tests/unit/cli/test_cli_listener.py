@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tie.cli.listener import Listener
-from tie.daemon.rpc import SocketInUseError
+from tie.daemon.socket_path import SocketInUseError
 
 DEADLINE = 20.0
 # Says who it is and whether it was activated as systemd would, then waits for the other side to say goodbye.

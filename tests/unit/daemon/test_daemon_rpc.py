@@ -10,6 +10,7 @@ import pytest
 
 from tie.daemon import rpc
 from tie.daemon.errors import ConfigError
+from tie.daemon.socket_path import SocketInUseError, claim, prepare_directory
 from tie.proto import metrics_pb2, metrics_pb2_grpc
 
 
@@ -54,7 +55,7 @@ async def test_a_call_without_a_deadline_is_refused(socket_path):
 
 async def test_a_second_server_does_not_take_a_live_socket(socket_path):
     async with rpc.serve(socket_path, nothing, metrics=lambda: "first"):
-        with pytest.raises(rpc.SocketInUseError):
+        with pytest.raises(SocketInUseError):
             async with rpc.serve(socket_path, nothing):
                 pytest.fail("the second server started")
         assert await scrape(socket_path, timeout=5) == "first"
@@ -68,13 +69,13 @@ async def test_a_dead_server_s_socket_is_replaced_and_the_lock_given_back(socket
 
 async def test_a_path_that_no_socket_can_have_is_a_configuration_error():
     with pytest.raises(ConfigError, match="107"):
-        rpc.prepare_directory(Path("/tmp") / ("x" * 120) / "a.sock")
+        prepare_directory(Path("/tmp") / ("x" * 120) / "a.sock")
 
 
 async def test_a_file_that_is_no_socket_is_left_alone(socket_path):
     socket_path.parent.mkdir()
     socket_path.write_text("kept")
-    os.close(rpc.claim(socket_path))
+    os.close(claim(socket_path))
     assert socket_path.read_text() == "kept"
 
 
