@@ -6,7 +6,7 @@ The whole engine in this process, with the demo model: only Triton and the app's
 import importlib.util
 import json
 import os
-import queue
+import threading
 from pathlib import Path
 
 import jsonschema
@@ -38,6 +38,7 @@ WHOLE = os.environ.get("TIE_SLOW") == "1"
 SAMPLE = 40
 MAX_TOKENS = 256
 ATTEMPTS = 4
+IN_FLIGHT = 32
 WAIT_S = 240
 
 pytestmark = [
@@ -50,18 +51,19 @@ pytestmark = [
 
 class Collect:
     def __init__(self):
-        self.events = queue.SimpleQueue()
+        self.ids, self.end = [], None
+        self.done = threading.Event()
 
     def emit(self, event, *, last):
-        self.events.put((event, last))
+        self.ids += event.tokens.token_ids
+        if last:
+            self.end = event
+            self.done.set()
 
-    def answer(self):
+    def wait(self):
         """The tokens, and the last event."""
-        ids, last = [], False
-        while not last:
-            event, last = self.events.get(timeout=WAIT_S)
-            ids += event.tokens.token_ids
-        return ids, event
+        assert self.done.wait(WAIT_S)
+        return self.ids, self.end
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +148,11 @@ def ask(node, waiting, attempt):
         )
         sinks.append(Collect())
         engine.submit(check(message, engine.bounds), sinks[-1])
+        if place >= IN_FLIGHT:
+            sinks[place - IN_FLIGHT].wait()
     finished, unfinished = [], []
     for (entry, grammar), sink in zip(waiting, sinks, strict=True):
-        ids, end = sink.answer()
+        ids, end = sink.wait()
         assert end.HasField("finished"), (entry["id"], end)
         if end.finished.reason == pb.REASON_LENGTH:
             unfinished.append((entry, grammar))

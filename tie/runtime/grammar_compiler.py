@@ -34,6 +34,10 @@ _NICENESS: Final = 5
 _EMPTY: Final = "start: /(?s:.*)/"
 
 
+class CompilerBusyError(GrammarError):
+    """Not the grammar's fault: it may be tried again."""
+
+
 class GrammarCompiler:
     """Compiles grammars on threads of its own.
 
@@ -60,7 +64,7 @@ class GrammarCompiler:
             self._workers.submit(self._warm)
 
     def compile(self, text: str) -> "Future[Grammar]":
-        """Starts a compilation. The future raises GrammarError where it fails.
+        """Starts a compilation. The future raises GrammarError, or CompilerBusyError where it cannot begin.
 
         Args:
             text: a Lark or serialized llguidance grammar; empty for the canary's, which allows any text and is ready.
@@ -71,7 +75,7 @@ class GrammarCompiler:
             return ready
         if not self._slots.acquire(blocking=False):
             refused: Future[Grammar] = Future()
-            refused.set_exception(GrammarError("too many grammars are being compiled"))
+            refused.set_exception(CompilerBusyError("too many grammars are being compiled"))
             return refused
         future = self._workers.submit(self._compile, text)
         future.add_done_callback(lambda _: self._slots.release())
@@ -104,7 +108,7 @@ class GrammarCompiler:
             verdict = trials.passes(text)
         except OSError as error:
             log.failure("grammar.no-trials", error)
-            raise GrammarError("grammars cannot be compiled now") from None
+            raise CompilerBusyError("grammars cannot be compiled now") from None
         finally:
             self._idle.put(trials)
         if verdict is Verdict.OVERDUE:

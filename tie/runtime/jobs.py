@@ -12,7 +12,7 @@ from tie.daemon import log
 from tie.proto import runtime_pb2
 from tie.runtime.choice import Choice, Outcome
 from tie.runtime.grammar import Grammar, GrammarError
-from tie.runtime.grammar_compiler import COMPILE_DEADLINE_S
+from tie.runtime.grammar_compiler import COMPILE_DEADLINE_S, CompilerBusyError
 from tie.runtime.keeping import Keep, Keeping, Later
 from tie.runtime.kv_blocks import Restored
 from tie.runtime.metrics import EngineMetrics
@@ -106,6 +106,8 @@ class Jobs:
         """What goes wrong inside the block fails this request only."""
         try:
             yield
+        except CompilerBusyError as error:
+            self.fail(job, runtime_pb2.CODE_BUSY, str(error))
         except GrammarError as error:
             self.fail(job, runtime_pb2.CODE_GRAMMAR, f"grammar: {error}")
         except Exception as error:  # noqa: BLE001 (one bad request never ends the loop)

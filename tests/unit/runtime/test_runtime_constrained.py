@@ -360,8 +360,9 @@ def test_a_hundred_bombs_at_once_leave_the_others_alone(engine, tokenizer):
     bombs = [submit(engine, grammar=bomb) for _ in range(100)]
     plain = [answered(engine, tokenizer, token_ids=[start], max_tokens=5)[1] for start in range(20)]
     assert all(end.completion_tokens == 5 for end in plain)
-    codes = {sink.all()[-1].failed.code for sink in bombs}
-    assert codes <= {pb.CODE_GRAMMAR, pb.CODE_BUSY}
+    codes = [sink.all()[-1].failed.code for sink in bombs]
+    assert set(codes) == {pb.CODE_GRAMMAR, pb.CODE_BUSY}
+    assert codes.index(pb.CODE_BUSY) >= 8  # so many fit the queue here; the others need not wait to be told
     assert answered(engine, tokenizer, grammar="start: /[b-z]{3}/")[0] == "bcd"
 
 
