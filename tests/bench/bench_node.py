@@ -79,7 +79,10 @@ class EngineAlone:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         command = [sys.executable, __file__, "--engine-only", *sys.argv[1:], "--bundle", str(arguments.bundle)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # A session of its own, as the node's daemons have: the kernel shares the processor out by session (sched(7)).
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     async def measured(self, seed: int) -> dict[str, object]:
         async with asyncio.timeout(ENGINE_S):

@@ -5,7 +5,9 @@ a target. Nothing here reads a clock more often than the engine's own step, so i
 """
 
 import asyncio
+import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -17,11 +19,11 @@ from tie.assets.chat import ChatTemplate
 from tie.cli import settings
 from tie.cli.bench_load import Call, Heard, Usage
 from tie.cli.bench_triton import generate_request, take
-from tie.cli.up import program
 from tie.daemon import config as node_config
 from tie.daemon.config import NodeConfig
 from tie.proto import runtime_pb2
 from tie.runtime.engine import Engine
+from tie.runtime.launch import LIBRARY_CACHES
 from tie.runtime.request import check
 from tie.runtime.service import RuntimeService
 
@@ -73,12 +75,15 @@ def running(bundle: Path, overrides: Sequence[str] = ()) -> Iterator[tuple[Runti
         bundle: the model.
         overrides: of the node's configuration, as for `tie up --set`.
     """
+    os.environ.update(LIBRARY_CACHES)  # read when the first product is computed
     with tempfile.TemporaryDirectory(prefix="tie-", dir="/tmp") as folder:
         config = settings.effective(None, overrides, run_dir=folder, model__bundle=str(bundle.absolute()))
         toml = settings.node_toml(Path(folder))
         toml.write_bytes(node_config.dump(config))
         owner = subprocess.Popen(
-            [program("tie-model-owner"), "--config", str(toml)], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [sys.executable, "-m", "model_owner.main", "--config", str(toml)],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             service = RuntimeService(config, "bench", on_failure=lambda: None)
