@@ -49,9 +49,10 @@ class EngineMetrics:
 
     def record_drafts(self, drafted: int, accepted: int) -> None:
         """Shows how many tokens have been guessed so far, and how many of them came true."""
-        self.drafts.labels(outcome="accepted").inc(accepted - self._accepted)
-        self.drafts.labels(outcome="rejected").inc(drafted - accepted - (self._drafted - self._accepted))
-        self._drafted, self._accepted = drafted, accepted
+        if drafted > self._drafted:
+            self.drafts.labels(outcome="accepted").inc(accepted - self._accepted)
+            self.drafts.labels(outcome="rejected").inc(drafted - accepted - (self._drafted - self._accepted))
+            self._drafted, self._accepted = drafted, accepted
 
     def text(self) -> str:
         """The registry in Prometheus' text format."""

@@ -6,6 +6,7 @@ prompt fits beside answers that are being written (`rows_within`), and whether v
 """
 
 import bisect
+import itertools
 from typing import Final
 
 _WEIGHT: Final = 0.2  # of a new measurement in the running average
@@ -13,22 +14,27 @@ _OUTLIER: Final = 4.0  # a measurement counts as at most this many times the ave
 
 
 class StepCost:
-    """A running average of seconds for each count of rows, coarser where there are many."""
+    """A running average of seconds for each count of rows, coarser where there are many.
+
+    More rows never count as cheaper: what measured so is an accident of the moment, and the fewer cost as little.
+    """
 
     def __init__(self) -> None:
         self._rows: list[int] = []  # ascending
         self._seconds: dict[int, float] = {}
+        self._curve: list[float] = []  # for each of `_rows`, never falling
 
     def record(self, rows: int, seconds: float) -> None:
         """Takes a measurement of one step."""
         key = _bucket(rows)
-        seconds *= key / rows if rows > 16 else 1.0
         if key not in self._seconds:
             bisect.insort(self._rows, key)
             self._seconds[key] = seconds
         else:
             average = self._seconds[key]
             self._seconds[key] += _WEIGHT * (min(seconds, _OUTLIER * average) - average)
+        falling = itertools.accumulate((self._seconds[rows] for rows in reversed(self._rows)), min)
+        self._curve = list(falling)[::-1]
 
     def seconds(self, rows: int) -> float | None:
         """The cost of `rows`, None while nothing is known. Beyond the most rows seen: as these, so that it is tried."""
@@ -36,29 +42,25 @@ class StepCost:
             return None
         right = bisect.bisect_left(self._rows, rows)
         if right == len(self._rows):
-            return self._seconds[self._rows[-1]]
-        high = self._rows[right]
-        if right == 0 or high == rows:
-            return self._seconds[high]
-        low = self._rows[right - 1]
-        share = (rows - low) / (high - low)
-        return (1 - share) * self._seconds[low] + share * self._seconds[high]
+            return self._curve[-1]
+        if right == 0 or self._rows[right] == rows:
+            return self._curve[right]
+        share = (rows - self._rows[right - 1]) / (self._rows[right] - self._rows[right - 1])
+        return (1 - share) * self._curve[right - 1] + share * self._curve[right]
 
     def rows_within(self, seconds: float, most: int) -> int:
         """How many rows, up to `most`, cost no more than `seconds`; at least 1. Cautious beyond what has been seen.
 
         Where rows are missing they are taken to cost in proportion, so that a first long prompt feels its way up.
         """
-        known = [rows for rows in self._rows if self._seconds[rows] <= seconds]
-        if not known:
+        fitting = bisect.bisect_right(self._curve, seconds)
+        if fitting == 0:
             return 1
-        low = known[-1]
-        above = bisect.bisect_right(self._rows, low)
-        if above < len(self._rows):
-            high = self._rows[above]
-            share = (seconds - self._seconds[low]) / (self._seconds[high] - self._seconds[low])
-            return min(most, low + int(share * (high - low)))
-        return min(most, int(low * seconds / self._seconds[low]))
+        low, cost = self._rows[fitting - 1], self._curve[fitting - 1]
+        if fitting == len(self._rows):
+            return min(most, int(low * seconds / cost))
+        share = (seconds - cost) / (self._curve[fitting] - cost)
+        return min(most, low + int(share * (self._rows[fitting] - low)))
 
 
 def _bucket(rows: int) -> int:

@@ -171,7 +171,7 @@ def seeded(**fields):
 
 
 def counted(metrics, name):
-    return float(next(line.split()[-1] for line in metrics.splitlines() if line.startswith(f"tie_runtime_{name}")))
+    return sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(f"tie_runtime_{name}"))
 
 
 WAYS = {
