@@ -82,6 +82,7 @@ class Answer:
         finish: why it ended.
         prompt_tokens: of the rendered prompt.
         completion_tokens: of the answer.
+        cached_tokens: of the prompt, reused from an earlier turn.
         first_s: seconds until its first text.
         total_s: seconds until its end.
     """
@@ -90,6 +91,7 @@ class Answer:
     finish: str
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
     first_s: float
     total_s: float
 
@@ -103,6 +105,7 @@ class Answer:
         return (
             f"first token after {self.first_s:.2f} s · {self.completion_tokens} tokens · "
             f"{self.tokens_per_s:.1f} tokens/s"
+            + (f" · {self.cached_tokens} of {self.prompt_tokens} prompt tokens reused" if self.cached_tokens else "")
         )
 
 
@@ -133,6 +136,7 @@ def ask(
         finish=result.finish[0],
         prompt_tokens=result.prompt_tokens,
         completion_tokens=result.completion_tokens,
+        cached_tokens=result.cached_tokens,
         first_s=(first or ended) - begun,
         total_s=ended - begun,
     )

@@ -13,6 +13,7 @@ from tie.cli import asking, settings
 from tie.cli.main import complain
 from tie.daemon.errors import TieError, UserError
 from tie.device.client import Client
+from tie.device.conversations import Conversation
 from tie.device.request import Message
 
 _HELP = "/new forgets the conversation, /exit ends it; Ctrl-C stops an answer."
@@ -55,8 +56,9 @@ def chat(
     try:
         target = asking.target(run_dir, url, statement_key, model)
         with Client(target.url, target.statement_key) as client:
-            conversation = _Conversation(client, target.model, options, history, stats=stats)
-            if prompt or as_json or not sys.stdin.isatty():
+            once = bool(prompt) or as_json or not sys.stdin.isatty()
+            conversation = _Conversation(client, target.model, options, history, stats=stats, reusable=not once)
+            if once:
                 text = " ".join(prompt) if prompt else sys.stdin.read().strip()
                 return _once(conversation, text, as_json=as_json)
             click.secho(f"{target.model}: {_HELP}", dim=True)
@@ -82,28 +84,36 @@ def _once(conversation: "_Conversation", text: str, *, as_json: bool) -> int:
 
 
 class _Conversation:
-    """What has been said so far."""
+    """What is said on the terminal; with a turn key where there can be several turns."""
 
     def __init__(
-        self, client: Client, model: str, options: dict[str, Any], history: list[Message], *, stats: bool
+        self,
+        client: Client,
+        model: str,
+        options: dict[str, Any],
+        history: list[Message],
+        *,
+        stats: bool,
+        reusable: bool,
     ) -> None:
         self._client = client
         self._model = model
         self._options = options
-        self._beginning = list(history)
-        self._history = history
+        self._beginning = history
+        self._reusable = reusable
+        self._said = Conversation(history, reusable=reusable)
         self._stats = stats
 
     def say(self, text: str, *, show: bool = True) -> asking.Answer:
         """One turn. When it fails or is interrupted it is as if nothing had been said."""
-        asked: list[Message] = [*self._history, {"role": "user", "content": text}]
         printer = _print_piece if show else lambda _: None
-        answer = asking.ask(self._client, asked, printer, model=self._model, **self._options)
+        options = {**self._options, **self._said.options}
+        answer = asking.ask(self._client, self._said.asking(text), printer, model=self._model, **options)
         if show:
             click.echo()
         if self._stats:
             click.secho(str(answer), dim=True, err=True)
-        self._history = [*asked, {"role": "assistant", "content": answer.text}]
+        self._said.answered(text, answer.text)
         return answer
 
     def loop(self) -> None:
@@ -124,7 +134,7 @@ class _Conversation:
                 case "/exit" | "/quit":
                     return
                 case "/new":
-                    self._history = list(self._beginning)
+                    self._said = Conversation(self._beginning, reusable=self._reusable)
                     continue
                 case _ if line.startswith("/"):
                     click.echo(_HELP)

@@ -1,0 +1,119 @@
+"""Conversations with a turn key: the same answers as without, reuse at each turn, and survival of what may end."""
+
+import asyncio
+import secrets
+import signal
+import time
+
+import pytest
+
+from tie.cli import control
+from tie.device.conversations import Conversation
+from tie.proto import control_pb2
+
+pytestmark = pytest.mark.node
+TURNS = 10
+BLOCK = 16
+SYSTEM = {"role": "system", "content": "You are a guide who knows rivers and says so in few words. " * 6}
+
+
+@pytest.fixture
+def say(node, client, model):
+    """One greedy turn, from the question to the moment at which the node has saved it."""
+
+    async def say(conversation, text, *, max_tokens=24, wait=True):
+        saved = node.log_text().count("app.conversation-saved")
+        answer = await client.chat(
+            conversation.asking(text), model=model, temperature=0.0, max_tokens=max_tokens, **conversation.options
+        )
+        result = await answer.result()
+        if conversation.options and wait:
+            async with asyncio.timeout(30):
+                while node.log_text().count("app.conversation-saved") == saved:
+                    await asyncio.sleep(0.02)
+        return result
+
+    return say
+
+
+async def test_ten_turns_answer_the_same_with_and_without_a_key(node, say, served):
+    """Through a recycle of the runtime before the fifth turn, and a new, empty store before the eighth."""
+    cached, plain = Conversation([SYSTEM]), Conversation([SYSTEM], reusable=False)
+    reused = []
+    for turn in range(TURNS):
+        if turn == 4:
+            async with control.connected(node.run_dir) as connection:
+                async for progress in connection.node.Recycle(
+                    control_pb2.RecycleRequest(reason="operator"), timeout=120
+                ):
+                    if progress.finished:
+                        break
+            await served()
+        if turn == 7:
+            for process in node.find("tie-cache-stored"):
+                process.send_signal(signal.SIGKILL)
+                process.wait(10)
+            deadline = time.monotonic() + 30
+            while not node.find("tie-cache-stored") or not node.config.sockets.store.exists():
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(1)
+        question = f"What is special about river number {turn}?"
+        with_key, without = await say(cached, question), await say(plain, question)
+        assert with_key.text == without.text, f"turn {turn}"
+        assert (with_key.prompt_tokens, with_key.completion_tokens) == (
+            without.prompt_tokens,
+            without.completion_tokens,
+        )
+        assert without.cached_tokens == 0
+        reused.append((with_key.cached_tokens, with_key.prompt_tokens))
+        cached.answered(question, with_key.text)
+        plain.answered(question, without.text)
+    assert [turn for turn, (tokens, _) in enumerate(reused) if tokens == 0] == [0, 7]
+    for turn, (tokens, prompt) in enumerate(reused):
+        if turn not in (0, 7):
+            # All but this turn's question and what is left of a block.
+            assert tokens % BLOCK == 0
+            assert prompt - tokens < 4 * BLOCK
+
+
+async def test_another_key_finds_nothing_and_the_right_one_still_does(say):
+    mine, other = Conversation([SYSTEM]), Conversation([SYSTEM])
+    first = await say(mine, "Name a river.")
+    mine.answered("Name a river.", first.text)
+    stranger = Conversation(mine.messages)
+    assert (await say(stranger, "And another?")).cached_tokens == 0
+    assert (await say(other, "Name a river.")).cached_tokens == 0
+    assert (await say(mine, "And another?")).cached_tokens > 0
+
+
+async def test_an_edited_history_reuses_what_it_shares(say):
+    conversation = Conversation([SYSTEM])
+    for question in ("Name a river.", "Name a longer one.", "Name the longest."):
+        conversation.answered(question, (await say(conversation, question)).text)
+    whole = len(conversation.messages)
+    conversation.messages[3] = {"role": "user", "content": "No rivers any more: name a mountain."}
+    del conversation.messages[4:]
+    edited = await say(conversation, "And its height?")
+    assert whole == 7
+    assert 0 < edited.cached_tokens < edited.prompt_tokens
+    plain = Conversation(conversation.messages, reusable=False)
+    assert edited.text == (await say(plain, "And its height?")).text
+
+
+async def test_two_at_once_with_one_key_do_not_mix(say):
+    conversation = Conversation([SYSTEM])
+    conversation.answered("Name a river.", (await say(conversation, "Name a river.")).text)
+    questions = ["How long is it?", "Where does it end?", "Who lives there?"]
+    plain = Conversation(conversation.messages, reusable=False)
+    expected = [(await say(plain, question)).text for question in questions]
+    for _ in range(2):
+        together = await asyncio.gather(*(say(conversation, question, wait=False) for question in questions))
+        assert [result.text for result in together] == expected
+        await asyncio.sleep(1)
+
+
+async def test_a_key_of_another_length_is_refused(client, model):
+    with pytest.raises(RequestRefusedError) as refused:
+        await (await client.chat([SYSTEM], model=model, turn_key=secrets.token_bytes(16))).result()
+    assert "turn_key" in f"{refused.value} {refused.value.hint}"
