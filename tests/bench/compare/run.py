@@ -69,6 +69,7 @@ def environment(peer: str, root: Path) -> str:
 
 def dequantized(gguf: Path, directory: Path) -> Path:
     """The weights of a GGUF file as a Hugging Face directory in bfloat16."""
+    os.environ["TQDM_DISABLE"] = "1"  # progress bars of both libraries
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
