@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from soak_requests import Outcomes, Soak
-from soak_watch import Moment, growth, ledger, look, restarted
+from soak_watch import Moment, growth, kept_open, look, restarted
 
 from tie.cli import asking
 from tie.cli.assets import demo_bundle
@@ -31,7 +31,7 @@ from tie.proto import control_pb2
 START_S = 180.0
 REST_S = 60.0  # for what is still running at the end, and for the next canary to show the ledger
 LAST_ANSWERS_S = 330.0
-LEAST_MOMENTS = 6  # fewer say nothing about growth
+LEAST_S = 300.0  # of looking at it after it has settled: less says nothing about growth
 OVERRIDES = (
     # One runtime from beginning to end: a recycle would hide what grows.
     "controller.recycle_interval_s=1000000",
@@ -84,25 +84,32 @@ async def soaked(node: LocalNode, arguments: argparse.Namespace) -> list[str]:
     print(json.dumps(outcomes.counts, indent=2))
     settle = 60 * (arguments.settle if arguments.settle is not None else min(10.0, arguments.minutes / 3))
     late = [moment for moment in moments if moment.t >= settle]
-    wrong = outcomes.unexpected + restarted(moments) + await leaked(node)
-    if len(late) >= LEAST_MOMENTS:
+    wrong = outcomes.unexpected + restarted(moments) + await leaked(node, moments[0])
+    if late and late[-1].t - late[0].t >= LEAST_S:
         wrong += growth(late)
     else:
-        print(f"too short to speak of growth: {len(late)} looks after the first {settle:.0f} s")
+        print(f"too short to speak of growth: the first {settle:.0f} s do not count")
     return wrong
 
 
-async def leaked(node: LocalNode) -> list[str]:
-    """What is still held although nothing runs any more, in words."""
+async def leaked(node: LocalNode, first: Moment) -> list[str]:
+    """What is still held although nothing runs any more, in words.
+
+    Args:
+        node: to be looked at.
+        first: how it was before anybody asked anything.
+    """
     standby = node.config.cloudboard.standby
     deadline = time.monotonic() + REST_S
     while True:
-        held, apps = await ledger(node), len(node.find("tie-cloud-app"))
-        left = [f"{held.get('used', -1):.0f} KV blocks are still used"] if held.get("used") else []
-        left += [f"{held[state]:.0f} sequences are {state}" for state in ("running", "waiting") if held.get(state)]
+        now = await look(node, time.monotonic())
+        left = [f"{now.kv['used']:.0f} KV blocks are still used"] if now.kv.get("used") else []
+        left += [f"{now.kv[state]:.0f} sequences are {state}" for state in ("running", "waiting") if now.kv.get(state)]
+        apps = now.passing["tie-cloud-app"]
         left += [f"{apps} apps for {standby} that stand by"] if apps > standby else []
+        left += kept_open(first, now)
         if not left or time.monotonic() > deadline:
-            return left if "used" in held else ["the runtime shows no ledger"]
+            return left if "used" in now.kv else ["the runtime shows no ledger"]
         await asyncio.sleep(1)
 
 

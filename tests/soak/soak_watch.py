@@ -30,7 +30,9 @@ LASTING = (
 )
 PASSING = ("tie-cloud-app", "cb_jobhelper")
 # What may come on top over the whole of the time that is looked at: allocators keep what they once needed.
-RSS_SHARE, RSS_BYTES, DESCRIPTORS, SHM_BYTES = 0.03, 8 * MIB, 4.0, 8 * MIB
+RSS_SHARE, RSS_BYTES, SHM_BYTES = 0.03, 8 * MIB, 8 * MIB
+# At rest: what a first request opens for good, for example a connection to a peer.
+DESCRIPTORS = 8
 
 
 @dataclass
@@ -90,19 +92,24 @@ async def ledger(node: LocalNode) -> dict[str, float]:
 
 
 def growth(moments: Sequence[Moment]) -> list[str]:
-    """What grew from the first to the last of these moments by more than may be, in words."""
+    """What memory grew from the first to the last of these moments by more than may be, in words."""
     grown = []
     for name in LASTING:
         kept = [(moment.t, moment.rss[name]) for moment in moments if name in moment.rss]
         allowed = max(RSS_BYTES, RSS_SHARE * statistics.median(size for _, size in kept)) if kept else 0.0
         if (more := drift(kept)) > allowed:
             grown.append(f"memory of {name} grew by {more / MIB:.1f} MiB")
-        open_files = [(moment.t, moment.descriptors[name]) for moment in moments if name in moment.descriptors]
-        if (more := drift(open_files)) > DESCRIPTORS:
-            grown.append(f"descriptors of {name} grew by {more:.0f}")
     if (more := drift([(moment.t, moment.shm) for moment in moments])) > SHM_BYTES:
         grown.append(f"/dev/shm grew by {more / MIB:.1f} MiB (other programs of this machine use it as well)")
     return grown
+
+
+def kept_open(before: Moment, after: Moment) -> list[str]:
+    """Programs with more open descriptors than before, both at rest, in words."""
+    more = {name: after.descriptors[name] - before.descriptors.get(name, 0) for name in after.descriptors}
+    return [
+        f"{name} holds {count} descriptors more than at first" for name, count in more.items() if count > DESCRIPTORS
+    ]
 
 
 def drift(points: Sequence[tuple[float, float]]) -> float:

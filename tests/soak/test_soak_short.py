@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # the soak is a program with modules beside it
 
-from soak_watch import LASTING, MIB, Moment, drift, growth, restarted  # noqa: E402
+from soak_watch import LASTING, MIB, Moment, drift, growth, kept_open, restarted  # noqa: E402
 
 
 def moments(sizes, name="tritonserver", **more):
@@ -35,15 +35,18 @@ def test_growth_is_seen_and_noise_is_not():
     ]
 
 
-def test_more_descriptors_and_shared_memory_are_seen():
+def test_more_shared_memory_is_seen():
     growing = moments([100 * MIB] * 40)
     for index, moment in enumerate(growing):
-        moment.descriptors["tritonserver"] = 20 + index // 4
         moment.shm = index * MIB
-    found = growth(growing)
-    assert len(found) == 2
-    assert found[0].startswith("descriptors of tritonserver")
-    assert found[1].startswith("/dev/shm")
+    assert [line.partition(" grew")[0] for line in growth(growing)] == ["/dev/shm"]
+
+
+def test_descriptors_that_stay_open_are_seen():
+    before, after = moments([MIB] * 2)
+    assert kept_open(before, after) == []
+    after.descriptors["tritonserver"] += 9
+    assert kept_open(before, after) == ["tritonserver holds 9 descriptors more than at first"]
 
 
 def test_drift_is_the_median_slope():
