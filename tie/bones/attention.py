@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tie.bones.batch import Ints, Rows, Span
 from tie.bones.config import ModelConfig
 from tie.bones.errors import InputError
+from tie.bones.gathered import Gathered, Held
 
 
 class KvPool:
@@ -80,6 +81,7 @@ class Group:
         queries: rows of each; above 1 only where there is one sequence.
         runs: `[2 * sequences * kv_heads * blocks]` int64, the runs to gather, relative to a layer's first.
         mask: what is added to the scores: 0, or minus infinity. `[sequences, 1, 1, keys]`, or `[queries, keys]`.
+        held: what is kept of it from step to step, if anything is.
     """
 
     rows: slice
@@ -87,6 +89,7 @@ class Group:
     queries: int
     runs: Tensor
     mask: Tensor
+    held: Held | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +128,8 @@ class GatherAttention:
     """The reference: gathers blocks and calls torch's scaled dot product attention.
 
     Decoding sequences share calls, padded to the longest. The heads that share a key head are rows of one small matrix
-    product, so keys and values are never repeated.
+    product, so keys and values are never repeated. What was gathered for those who decode together is kept for the next
+    step, up to the size of half the pool.
     """
 
     _PADDING = 4  # sequences share a call while the longest is at most this many times as long as the shortest
@@ -134,6 +138,7 @@ class GatherAttention:
         self._config = config
         self._pool = pool
         self._heads = np.arange(2 * config.num_kv_heads).reshape(2, 1, config.num_kv_heads, 1)
+        self._gathered = Gathered(config, pool.data.dtype, pool.data.nbytes // 2)
 
     def plan(self, rows: Rows) -> Plan:
         """See `Attention.plan`. Clears the blocks that this pass begins: see `_fresh_blocks`."""
@@ -142,18 +147,19 @@ class GatherAttention:
         owners = np.concatenate([span.blocks[np.arange(span.start, span.end) // tokens] for span in rows.spans])
         runs = owners[:, None] * self._pool.runs_per_block + self._heads.reshape(1, -1)
         targets = runs * tokens + (rows.positions % tokens)[:, None]
+        self._gathered.begin()
         return Plan(torch.from_numpy(targets.reshape(-1)), tuple(self._groups(rows.spans)))
 
     def attend(self, plan: Plan, layer: int, qkv: Tensor) -> Tensor:
         """See `Attention.attend`."""
         config = self._config
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._pool.layer_rows[layer].index_copy_(0, plan.targets, qkv[:, heads:].reshape(-1, dim))
+        fresh = qkv[:, heads:]
+        self._pool.layer_rows[layer].index_copy_(0, plan.targets, fresh.reshape(-1, dim))
         outputs = []
         for group in plan.groups:
             queries = qkv[group.rows, :heads].view(-1, kv_heads, config.group_size, dim)
-            gathered = self._pool.layer_runs[layer].index_select(0, group.runs)
-            keys, values = gathered.view(2, group.sequences, kv_heads, -1, dim).unbind()
+            keys, values = self.gather(group, layer, fresh)
             if group.queries == 1:
                 out = scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
                 outputs.append(out.reshape(-1, heads * dim))
@@ -164,6 +170,26 @@ class GatherAttention:
                 out = scaled_dot_product_attention(queries.permute(1, 2, 0, 3), keys, values, attn_mask=group.mask)
                 outputs.append(out.permute(2, 0, 1, 3).reshape(-1, heads * dim))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def gather(self, group: Group, layer: int, fresh: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a group's sequences, `[sequences, kv_heads, keys, dim]` each.
+
+        Args:
+            group: of the batch.
+            layer: its number.
+            fresh: the batch's new rows of it, which the pool has already, `[rows, 2 * kv_heads, dim]`.
+        """
+        dim, held = self._config.head_dim, group.held
+        if held and held.targets is not None:
+            held.rows[layer].index_copy_(0, held.targets, fresh[group.rows].reshape(-1, dim))
+            keys, values = held.layers[layer][..., : group.mask.shape[-1], :].unbind()
+            return keys, values
+        gathered = self._pool.layer_runs[layer].index_select(0, group.runs)
+        gathered = gathered.view(2, group.sequences, self._config.num_kv_heads, -1, dim)
+        if held:
+            held.layers[layer][..., : gathered.shape[-2], :].copy_(gathered)
+        keys, values = gathered.unbind()
+        return keys, values
 
     def _groups(self, spans: Sequence[Span]) -> Iterator[Group]:
         """Decoding spans, which come from the shortest on, together while padding stays small; any other alone."""
@@ -204,6 +230,7 @@ class GatherAttention:
             queries=count,
             runs=torch.from_numpy(runs.reshape(-1)),
             mask=mask[:, None] if count == 1 else mask[0],
+            held=self._gathered.follow(spans, mask.shape[-1]) if count == 1 else None,
         )
 
 

@@ -26,12 +26,16 @@ class SequenceSlice:
         blocks: the sequence's block table; covers start + len(tokens) tokens.
         logits: how many of the last rows need logits: 0 in the middle of a prefill, 1 at its end and for decode, more
             for verification.
+        residence: names the sequence for as long as it holds its blocks, and never again: slices of one residence
+            whose ends meet continue each other, and nobody else writes into their blocks. The executor may keep
+            things from one to the next. None: it may not.
     """
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
     logits: int
+    residence: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Span:
     start: int
     count: int
     blocks: Ints
+    residence: int | None = None
 
     @property
     def end(self) -> int:
@@ -94,7 +99,7 @@ def lay_out(batch: Batch, config: ModelConfig, *, num_blocks: int, block_tokens:
     written: set[int] = set()
     for item in batch.slices:
         ids = _ints(item.tokens)
-        span = Span(item.start, len(ids), _ints(item.blocks))
+        span = Span(item.start, len(ids), _ints(item.blocks), item.residence)
         if span.count == 0:
             raise InputError("a slice has no tokens")
         if ids.min() < 0 or ids.max() >= config.vocab_size:

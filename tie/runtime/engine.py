@@ -295,4 +295,4 @@ class Engine:
 def _slice(part: PlannedSlice) -> SequenceSlice:
     sequence = part.sequence
     tokens = [*sequence.tokens(part.start, part.known), *part.draft]
-    return SequenceSlice(tokens, part.start, sequence.blocks, part.logits)
+    return SequenceSlice(tokens, part.start, sequence.blocks, part.logits, sequence.residence)

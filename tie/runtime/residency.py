@@ -33,6 +33,7 @@ class Residency:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.running: list[Sequence] = []
+        self._admissions = 0
 
     def __len__(self) -> int:
         """Running sequences, canaries aside."""
@@ -80,6 +81,8 @@ class Residency:
             if rest:
                 copies = (Copy(donor.blocks[whole], own[0]),)
         sequence.phase = Phase.RUNNING
+        self._admissions += 1
+        sequence.residence = self._admissions
         # Arrivals are admitted nearly in order: the place is close to the end.
         place = len(self.running)
         while place and self.running[place - 1].order > sequence.order:

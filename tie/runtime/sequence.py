@@ -38,6 +38,7 @@ class Sequence:
         restored: how many of the leading tokens will be copied into its blocks as soon as it has some, and so count as
             computed from then on; whole blocks, and never the whole prompt.
         blocks: the block table, in order.
+        residence: names its hold on these blocks; no two admissions have the same. Given by the scheduler.
         order: position in the order of arrival; given by the scheduler.
         preemptions: how often its blocks were taken away.
         family: all sequences with this very prompt, itself included; empty where it is the only one.
@@ -56,6 +57,7 @@ class Sequence:
     restored: int = 0
     blocks: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
+    residence: int = -1
     order: int = -1
     preemptions: int = 0
     family: "tuple[Sequence, ...]" = ()

@@ -1,0 +1,104 @@
+"""Keys and values of sequences that decode together, kept gathered from one step to the next.
+
+Where the same sequences decode in step after step, only one row of each is new: it is added, and nothing is gathered.
+What is kept is a copy; the pool stays complete. It is used only where the slices' residence numbers prove that it is
+still what the pool holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tie.bones.batch import Span
+from tie.bones.config import ModelConfig
+
+_GROWTH = 64  # tokens of room for what comes; when it is used up, everything is gathered once more
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A group's keys and values.
+
+    Attributes:
+        layers: `[2, sequences, kv_heads, capacity, dim]` of each layer: keys, values.
+        rows: the same as `[rows, dim]`.
+        targets: `[sequences * 2 * kv_heads]` int64, where the new rows go; None: nothing is there yet.
+    """
+
+    layers: tuple[Tensor, ...]
+    rows: tuple[Tensor, ...]
+    targets: Tensor | None
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    ends: tuple[int, ...]
+    storage: Tensor | None  # [layers, 2, sequences, kv_heads, capacity, dim]
+
+
+class Gathered:
+    """What is kept between two steps.
+
+    Args:
+        config: of the model.
+        dtype: of keys and values.
+        most_bytes: nothing is kept beyond.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, most_bytes: int) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._most_bytes = most_bytes
+        self._entries: dict[tuple[int, ...], _Entry] = {}
+        self._next: dict[tuple[int, ...], _Entry] = {}
+        self._bytes = 0
+
+    def begin(self) -> None:
+        """A forward pass begins. What the last one did not use is let go."""
+        self._entries, self._next = self._next, {}
+        self._bytes = sum(entry.storage.nbytes for entry in self._entries.values() if entry.storage is not None)
+
+    def follow(self, spans: Sequence[Span], length: int) -> Held | None:
+        """What is kept of a group of decoding spans, or will be from now on; None: it is to be gathered.
+
+        Args:
+            spans: of one row each.
+            length: keys that the group attends to, padding included.
+        """
+        if self._config.sliding_window or any(span.residence is None for span in spans):
+            return None
+        key = tuple(span.residence for span in spans if span.residence is not None)
+        known = self._entries.pop(key, None)
+        storage = None
+        targets = None
+        if known is not None and known.ends == tuple(span.start for span in spans):
+            storage = known.storage
+            if storage is not None and length <= storage.shape[-2]:
+                targets = self._targets(spans, storage.shape[-2])
+            else:  # the second time in a row: worth keeping
+                storage = self._allocate(len(spans), length + _GROWTH, storage)
+        self._next[key] = _Entry(tuple(span.end for span in spans), storage)
+        if storage is None:
+            return None
+        layers = storage.unbind()
+        return Held(layers, tuple(layer.view(-1, layer.shape[-1]) for layer in layers), targets)
+
+    def _allocate(self, sequences: int, capacity: int, former: Tensor | None) -> Tensor | None:
+        config = self._config
+        shape = (config.num_layers, 2, sequences, config.num_kv_heads, capacity, config.head_dim)
+        size = int(np.prod(shape)) * self._dtype.itemsize
+        self._bytes += size - (0 if former is None else former.nbytes)
+        if self._bytes > self._most_bytes:
+            self._bytes -= size
+            return None
+        return torch.zeros(shape, dtype=self._dtype)  # what is masked still enters sums, times 0
+
+    def _targets(self, spans: Sequence[Span], capacity: int) -> Tensor:
+        kv_heads = self._config.num_kv_heads
+        kinds = np.arange(2)[None, :, None] * len(spans) * kv_heads
+        sequences = np.arange(len(spans))[:, None, None] * kv_heads
+        starts = np.array([span.start for span in spans])[:, None, None]
+        return torch.from_numpy(((kinds + sequences + np.arange(kv_heads)) * capacity + starts).reshape(-1))
