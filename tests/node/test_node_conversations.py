@@ -9,6 +9,7 @@ import pytest
 
 from tie.cli import control
 from tie.device.conversations import Conversation
+from tie.device.errors import RequestRefusedError
 from tie.proto import control_pb2
 
 pytestmark = pytest.mark.node

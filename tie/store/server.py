@@ -101,7 +101,7 @@ class _Client:
             return kind, store_pb2.OUTCOME_INVALID, None
         match kind:
             case "put":
-                return kind, self._put(asked.index, asked.ttl_ms / 1000), None
+                return kind, await self._put(asked.index, asked.ttl_ms / 1000), None
             case "get":
                 entry = self._entries.get(asked.index)
                 return kind, _found(entry), entry
@@ -135,12 +135,12 @@ class _Client:
         self._pending = _Pending(descriptor, size, cost)
         return store_pb2.OUTCOME_DONE, self._pending
 
-    def _put(self, index: bytes, ttl_s: float) -> "store_pb2.Outcome.ValueType":
+    async def _put(self, index: bytes, ttl_s: float) -> "store_pb2.Outcome.ValueType":
         pending = self._pending
         if pending is None:
             return store_pb2.OUTCOME_INVALID
         try:
-            seals.add(pending.descriptor, seals.IMMUTABLE)
+            await _seal(pending)
         except SealError:
             return store_pb2.OUTCOME_BUSY
         self._pending = None
@@ -258,6 +258,32 @@ def _present(size: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+async def _seal(pending: _Pending) -> None:
+    """Makes it unchangeable.
+
+    Raises:
+        SealError: it is mapped for writing, or the client has sealed it.
+    """
+    if pending.size <= _INLINE_BYTES:
+        seals.add(pending.descriptor, seals.IMMUTABLE)
+        return
+    # The kernel looks at every page for somebody who still writes to it behind its back, by DMA for example.
+    copy = os.dup(pending.descriptor)  # should the client leave meanwhile, and the other be closed
+
+    def seal() -> SealError | None:
+        try:
+            seals.add(copy, seals.IMMUTABLE)
+        except SealError as error:
+            return error
+        finally:
+            os.close(copy)
+        return None
+
+    error = await asyncio.shield(asyncio.create_task(asyncio.to_thread(seal)))
+    if error:
+        raise error
 
 
 def _close_result(making: "asyncio.Task[int]") -> None:
