@@ -16,18 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvxfer import channel, seals
+from kvxfer import channel
 from kvxfer.errors import SealError
 from tie.daemon import frames, log, socket_path
 from tie.daemon.errors import ProtocolError
 from tie.proto import store_pb2
+from tie.store import memory
 from tie.store.entries import Entries, Entry, EntryTooLargeError, StoreFullError
 
 INDEX_BYTES: Final = 32
 MAX_REQUEST: Final = 1024
 _SWEEP_S: Final = 1.0
-_INLINE_BYTES: Final = 1 << 20  # the kernel prepares so much in less time than a thread takes to start
-_NAME: Final = "tie-entry"  # shows in /proc/PID/maps
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ class _Client:
         self._count += 1
         self._bytes += size
         try:
-            descriptor = await _memfd(size)
+            descriptor = await memory.make(size)
         except OSError as error:
             # No memory, or no descriptor: the client does without, and the others keep what they have.
             self._entries.release(cost)
@@ -140,7 +139,7 @@ class _Client:
         if pending is None:
             return store_pb2.OUTCOME_INVALID
         try:
-            await _seal(pending)
+            await memory.seal(pending.descriptor, pending.size)
         except SealError:
             return store_pb2.OUTCOME_BUSY
         self._pending = None
@@ -231,64 +230,6 @@ class StoreServer:
         while True:
             await asyncio.sleep(_SWEEP_S)
             self._entries.expire()
-
-
-async def _memfd(size: int) -> int:
-    """A memfd of which every page is present, so that it is charged to this process's cgroup and not to the client's.
-
-    Raises:
-        OSError: there is not so much memory.
-    """
-    if size <= _INLINE_BYTES:
-        return _present(size)
-    making = asyncio.create_task(asyncio.to_thread(_present, size))
-    try:
-        return await asyncio.shield(making)
-    except asyncio.CancelledError:
-        making.add_done_callback(_close_result)
-        raise
-
-
-def _present(size: int) -> int:
-    descriptor = seals.create(_NAME, size)
-    try:
-        seals.add(descriptor, seals.SIZE)  # the size is what was counted
-        os.posix_fallocate(descriptor, 0, size)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-async def _seal(pending: _Pending) -> None:
-    """Makes it unchangeable.
-
-    Raises:
-        SealError: it is mapped for writing, or the client has sealed it.
-    """
-    if pending.size <= _INLINE_BYTES:
-        seals.add(pending.descriptor, seals.IMMUTABLE)
-        return
-    # The kernel looks at every page for somebody who still writes to it behind its back, by DMA for example.
-    copy = os.dup(pending.descriptor)  # should the client leave meanwhile, and the other be closed
-
-    def seal() -> SealError | None:
-        try:
-            seals.add(copy, seals.IMMUTABLE)
-        except SealError as error:
-            return error
-        finally:
-            os.close(copy)
-        return None
-
-    error = await asyncio.shield(asyncio.create_task(asyncio.to_thread(seal)))
-    if error:
-        raise error
-
-
-def _close_result(making: "asyncio.Task[int]") -> None:
-    if not making.cancelled() and making.exception() is None:
-        os.close(making.result())
 
 
 async def _cancel(tasks: Iterable["asyncio.Task[None]"]) -> None:
