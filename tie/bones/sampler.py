@@ -22,6 +22,8 @@ __all__ = ["SampleRow", "Sampled", "SamplingParams", "sample"]
 
 _BUCKET = 256  # of the two-level search in `_invert`
 _FIRST_NUCLEUS = 256  # tokens that the search for the nucleus sorts at first
+_DRAWER_BITS = 45  # of a double's 52 for the fraction: 128 drawers for each power of 2
+_DRAWERS = 128 * 64  # below 2^-64 of the largest weight all share one
 
 Doubles = npt.NDArray[np.float64]
 
@@ -117,14 +119,28 @@ def _draw(x: Floats, largest: float, row: SampleRow) -> int:
 def _nucleus(weights: Doubles, top_p: float) -> float:
     """The least weight in the smallest set of largest weights that has `top_p` of the sum."""
     goal = top_p * weights.sum()
-    size = _FIRST_NUCLEUS
-    while True:  # the nucleus is mostly small: sort a few of the largest, and more only where they do not suffice
-        everything = size >= len(weights)
-        largest = np.sort(weights if everything else weights[weights >= _kth_largest(weights, size)])[::-1]
-        sums = largest.cumsum()
-        if sums[-1] >= goal or everything:
-            return float(largest[min(np.searchsorted(sums, goal), len(largest) - 1)])
-        size *= 8
+    few = len(weights) > _FIRST_NUCLEUS  # mostly enough
+    largest: Doubles = np.sort(weights[weights >= _kth_largest(weights, _FIRST_NUCLEUS)] if few else weights)[::-1]
+    sums = largest.cumsum()
+    if sums[-1] < goal and len(largest) < len(weights):
+        return _wide_nucleus(weights, goal)
+    return float(largest[min(np.searchsorted(sums, goal), len(largest) - 1)])
+
+
+def _wide_nucleus(weights: Doubles, goal: float) -> float:
+    """The same where it has very many tokens, without sorting them.
+
+    Weights are sorted into drawers by the leading bits of their numbers, which are their logarithm, roughly; only the
+    drawer in which the goal is reached is looked at more closely.
+    """
+    drawers = weights.view(np.int64) >> _DRAWER_BITS
+    drawers -= drawers.max() - _DRAWERS
+    np.maximum(drawers, 0, out=drawers)
+    sums = np.bincount(drawers, weights, _DRAWERS + 1)[::-1].cumsum()
+    place = min(int(np.searchsorted(sums, goal)), _DRAWERS)
+    inside = np.sort(weights[drawers == _DRAWERS - place])[::-1]
+    rest = goal - (sums[place - 1] if place else 0.0)
+    return float(inside[min(np.searchsorted(inside.cumsum(), rest), len(inside) - 1)]) if len(inside) else 0.0
 
 
 def _kth_largest(values: Floats | Doubles, k: int) -> np.floating[Any]:
