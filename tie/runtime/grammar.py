@@ -5,10 +5,11 @@ forward pass runs. llguidance gives the GIL back meanwhile, and bounds the work 
 continuation only, its tokens are known without asking the model.
 """
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -38,6 +39,30 @@ class Next:
     mask: Mask | None
 
 
+class MaskWorkers:
+    """Threads that compute what comes next. They outlive the grammars; `close` ends them."""
+
+    def __init__(self, count: int) -> None:
+        self._queue: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._run, name="mask", daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, grammar: "Grammar") -> None:
+        """Has `grammar.compute` called by one of the threads."""
+        self._queue.put(grammar)
+
+    def close(self) -> None:
+        """Ends the threads, each after what it is at."""
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def _run(self) -> None:
+        while (grammar := self._queue.get()) is not None:
+            grammar.compute()
+            del grammar  # rather than keep a user's grammar until the next one comes
+
+
 class Grammar:
     """One choice's position in its grammar. Owned by one thread; only what comes next is computed on another.
 
@@ -45,30 +70,34 @@ class Grammar:
         matcher: llguidance's, at this position.
         vocab_size: the width of the masks, in tokens.
         workers: compute masks.
+        may_force: whether looking for forced tokens is known to take no time worth mentioning: it holds the GIL.
 
     Attributes:
-        forces: whether to look for forced tokens.
+        forces: whether to look for forced tokens, if that may be done.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, workers: ThreadPoolExecutor) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, workers: MaskWorkers, *, may_force: bool = False) -> None:
         self.forces = False
         self._matcher = matcher
         self._words = -(-vocab_size // 32)
         self._workers = workers
-        self._next: Future[Next] | None = None
-        self._begun = 0.0
+        self._may_force = may_force
+        # A lock and not a future: this is handed over and back for every token of every answer.
+        self._computing = threading.Lock()
+        self._begun: float | None = None
+        self._next: Next | GrammarError | None = None
 
     def fork(self) -> "Grammar":
         """An independent copy at the same position: each of n choices walks its own way. Before `begin` only."""
         with no_panic():
-            return Grammar(self._matcher.deep_copy(), self._words * 32, self._workers)
+            return Grammar(self._matcher.deep_copy(), self._words * 32, self._workers, may_force=self._may_force)
 
-    def begin(self) -> "Future[Next]":
+    def begin(self) -> None:
         """Starts on what comes next."""
-        if self._next is None:
+        if self._begun is None:
             self._begun = time.monotonic()
-            self._next = self._workers.submit(self._compute)
-        return self._next
+            self._computing.acquire()
+            self._workers.submit(self)
 
     def ready(self, timeout: float = 0.0) -> bool:
         """Whether `forced` and `mask` answer at once, after waiting for at most `timeout` seconds.
@@ -76,11 +105,12 @@ class Grammar:
         Raises:
             GrammarError: it takes longer than any mask may.
         """
-        if self.begin().done() or wait([self.begin()], timeout).done:
-            return True
-        if time.monotonic() - self._begun >= MASK_DEADLINE_S:
+        self.begin()
+        if self._next is None and self._computing.acquire(timeout=max(0.0, timeout)):
+            self._computing.release()
+        if self._next is None and self._begun is not None and time.monotonic() - self._begun >= MASK_DEADLINE_S:
             raise GrammarError("the grammar is too complex at this point of the answer")
-        return False
+        return self._next is not None
 
     def forced(self) -> tuple[int, ...]:
         """The tokens that must come next; mostly none. Does not move on.
@@ -104,9 +134,10 @@ class Grammar:
         Raises:
             GrammarError: the grammar does not allow it here.
         """
-        if self._next and not self._next.done():
-            self._known()  # nobody else may touch the matcher meanwhile
-        self._next = None
+        if self._begun is not None and not self.ready(MASK_DEADLINE_S):
+            # Nobody else may touch the matcher meanwhile.
+            raise GrammarError("the grammar is too complex at this point of the answer")
+        self._begun = self._next = None
         with no_panic():
             accepted = self._matcher.consume_token(token)
         if not accepted:
@@ -117,15 +148,27 @@ class Grammar:
         """Whether nothing may follow any more."""
         return bool(self._matcher.is_stopped())
 
-    def _known(self) -> Next:
+    def compute(self) -> None:
+        """What a worker does, once for each `begin`."""
         try:
-            return self.begin().result(MASK_DEADLINE_S)
-        except TimeoutError:
-            raise GrammarError("the grammar is too complex at this point of the answer") from None
+            self._next = self._computed()
+        except GrammarError as error:
+            self._next = error
+        except Exception:  # noqa: BLE001 (the owner must not wait for it forever; the text may quote the grammar)
+            self._next = GrammarError("the grammar is more than the compiler can take")
+        finally:
+            self._computing.release()
 
-    def _compute(self) -> Next:
+    def _known(self) -> Next:
+        if not self.ready(MASK_DEADLINE_S) or self._next is None:
+            raise GrammarError("the grammar is too complex at this point of the answer")
+        if isinstance(self._next, GrammarError):
+            raise self._next
+        return self._next
+
+    def _computed(self) -> Next:
         with no_panic():
-            forced = tuple(self._matcher.compute_ff_tokens()) if self.forces else ()
+            forced = tuple(self._matcher.compute_ff_tokens()) if self.forces and self._may_force else ()
             if forced:
                 return Next(forced, None)
             mask = np.zeros(self._words, dtype=np.int32)

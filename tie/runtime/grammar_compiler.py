@@ -9,17 +9,18 @@ compiles would tell one user what another one asked.
 """
 
 import contextlib
+import json
 import os
 import queue
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from concurrent.futures import Future
+from typing import Any, Final
 
 import llguidance
 
 from tie.daemon import log
-from tie.runtime.grammar import Grammar, GrammarError, deep_workers, no_panic
+from tie.runtime.grammar import Grammar, GrammarError, MaskWorkers, deep_workers, no_panic
 from tie.runtime.grammar_trial import STACK_BYTES, Verdict, limits
 from tie.runtime.trials import Trials
 
@@ -29,7 +30,10 @@ _WORKERS: Final = 2
 _MAX_QUEUED: Final = 64
 _MASK_WORKERS: Final = 4
 _START_S: Final = 30.0
-_NICENESS: Final = 5
+_NICENESS: Final = 3
+FREE_WHITE_SPACE: Final = r"[ \t]{0,4}(\r?\n[ \t]{0,64})?"  # as tie-cloud-app writes it
+_MAX_FORCING_BYTES: Final = 8 * 1024  # milliseconds, at the worst
+_PATTERNS: Final = {"pattern", "patternProperties", "minLength"}
 # The canary's grammar: any text at all, through the same machinery.
 _EMPTY: Final = "start: /(?s:.*)/"
 
@@ -52,7 +56,7 @@ class GrammarCompiler:
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(end_ids))
         # Deeper than the stack of a trial: what passes there does not overflow here.
         self._workers = deep_workers(_WORKERS, "grammar", 2 * STACK_BYTES, _START_S)
-        self._masks = ThreadPoolExecutor(_MASK_WORKERS, thread_name_prefix="mask")
+        self._masks = MaskWorkers(_MASK_WORKERS)
         self._slots = threading.BoundedSemaphore(_MAX_QUEUED)
         self._trials = [Trials(tokenizer_json, vocab_size, end_ids) for _ in range(_WORKERS)]
         self._idle: queue.SimpleQueue[Trials] = queue.SimpleQueue()
@@ -84,7 +88,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """Ends the threads and the trial processes; compilations that have not begun are dropped."""
         self._workers.shutdown(wait=True, cancel_futures=True)
-        self._masks.shutdown(wait=False, cancel_futures=True)
+        self._masks.close()
         for trials in self._trials:
             trials.close()
 
@@ -123,4 +127,29 @@ class GrammarCompiler:
         if matcher.is_error():
             # llguidance's own message quotes the grammar.
             raise GrammarError("the grammar does not compile or is too complex")
-        return Grammar(matcher, self._vocab_size, self._masks)
+        return Grammar(matcher, self._vocab_size, self._masks, may_force=forces_briefly(text))
+
+
+def forces_briefly(text: str) -> bool:
+    """Whether what the grammar forces is never long.
+
+    Looking for it takes time in proportion, up to a second for a few bytes of a hostile grammar, and the GIL. In JSON
+    with free white space it ends with a string or a number, so it is no longer than one in the text of the schema,
+    unless a pattern repeats something.
+    """
+    if len(text) > _MAX_FORCING_BYTES:
+        return False
+    try:
+        grammar = json.loads(text)
+        (part,) = grammar["grammars"]
+        schema = part["json_schema"]
+        free = schema["x-guidance"] == {"whitespace_flexible": True, "whitespace_pattern": FREE_WHITE_SPACE}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+    return free and part.keys() == {"json_schema"} and not _PATTERNS & _keys(schema)
+
+
+def _keys(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        return set(value).union(*map(_keys, value.values()))
+    return set().union(*map(_keys, value)) if isinstance(value, list) else set()

@@ -24,7 +24,7 @@ from tie.daemon.hardening import die_with_parent, protect_process
 CPU_S: Final = 0.15  # of work per grammar, many times what the largest schemas in use take
 WALL_S: Final = 5.0  # for it, on a machine that is busy with other things
 STACK_BYTES: Final = 64 * 1024 * 1024
-_NICENESS: Final = 5  # tokens for those who are already served go first
+_NICENESS: Final = 3  # tokens for those who are already served go first
 _LENGTH_BYTES: Final = 4
 _STDIN, _STDOUT = 0, 1
 _END_OF_FILE: Final = 3  # a child's exit status

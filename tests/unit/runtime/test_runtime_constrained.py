@@ -14,6 +14,7 @@ from tie.assets.sample import make_sample_bundle
 from tie.assets.tokenizer import load_tokenizer
 from tie.proto import runtime_pb2 as pb
 from tie.runtime import grammar as grammar_module
+from tie.runtime import grammar_compiler
 from tie.runtime.blocks import BlockPool
 from tie.runtime.engine import Engine
 from tie.runtime.grammar import Grammar
@@ -92,7 +93,7 @@ class Compiler:
         matcher = Matcher(real._matcher)
         self.matchers.append(matcher)
         done = Future()
-        done.set_result(Grammar(matcher, VOCABULARY, real._workers))
+        done.set_result(Grammar(matcher, VOCABULARY, real._workers, may_force=True))
         return done
 
 
@@ -104,7 +105,11 @@ def bundle(tmp_path_factory):
 @pytest.fixture(scope="module")
 def real(bundle):
     compiler = GrammarCompiler(bundle.read(TOKENIZER_FILE).decode(), VOCABULARY, (END,))
-    yield compiler
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            grammar_compiler, "forces_briefly", lambda _: True
+        )  # these are short, whatever they are written in
+        yield compiler
     compiler.close()
 
 

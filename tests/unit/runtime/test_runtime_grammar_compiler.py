@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from tie.app import schemas
 from tie.assets.manifest import TOKENIZER_FILE
 from tie.assets.sample import make_sample_bundle
 from tie.runtime import grammar_compiler
@@ -169,3 +170,39 @@ def test_closing_ends_the_trial_processes(tokenizer_json):
     processes = [trials._process for trials in compiler._trials]
     compiler.close()
     assert all(process is None or process.returncode is not None for process in processes)
+
+
+FREE = schemas.OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("text", "brief"),
+    [
+        (schema({"const": "hello", "x-guidance": FREE}), True),
+        (schema({"properties": {"a": {"type": "string"}}, "required": ["a"], "x-guidance": FREE}), True),
+        (schema({"const": "hello"}), False),
+        (schema({"const": "hello" * 2000, "x-guidance": FREE}), False),
+        (schema({"items": {"pattern": "a{1000000}"}, "x-guidance": FREE}), False),
+        (schema({"const": ["hello"], "x-guidance": {"whitespace_flexible": False}}), False),
+        (schema({"const": ["hello"], "x-guidance": {**FREE, "whitespace_pattern": "x"}}), False),
+        (schema(True), False),
+        ('{"grammars": []}', False),
+        ('{"grammars": [{"lark_grammar": "start: /a{1000000}/"}]}', False),
+        ('{"grammars": [{"json_schema": {"x-guidance": {"whitespace_flexible": true}}}, {"lark_grammar": ""}]}', False),
+        ("start: /a{1000000}/", False),
+        ("[" * 5000, False),
+        ("7", False),
+    ],
+)
+def test_only_what_forces_little_is_looked_through_for_it(text, brief):
+    assert grammar_compiler.forces_briefly(text) is brief
+
+
+def test_what_is_forced_in_json_is_found(compiler, tokenizer_json):
+    grammar = compiler.compile(schema({"const": "hello there", "x-guidance": FREE})).result(WAIT_S)
+    grammar.forces = True
+    assert len(grammar.forced()) > 5
+    assert grammar.mask() is None
+    for token in grammar.forced():
+        grammar.accept(token)
+    assert grammar.complete
