@@ -140,7 +140,8 @@ def _wide_nucleus(weights: Doubles, goal: float) -> float:
     place = min(int(np.searchsorted(sums, goal)), _DRAWERS)
     inside = np.sort(weights[drawers == _DRAWERS - place])[::-1]
     rest = goal - (sums[place - 1] if place else 0.0)
-    return float(inside[min(np.searchsorted(inside.cumsum(), rest), len(inside) - 1)]) if len(inside) else 0.0
+    index = min(int(np.searchsorted(inside.cumsum(), rest)), len(inside) - 1)
+    return float(inside[index]) if len(inside) else 0.0
 
 
 def _kth_largest(values: Floats | Doubles, k: int) -> np.floating[Any]:
