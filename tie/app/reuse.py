@@ -49,11 +49,12 @@ class Reuse:
             key, runtime.format, config.sockets.store, timeout=app.cache_timeout_s, ttl_s=app.cache_ttl_s
         )
         reuse = cls(conversation, limit_s=app.cache_timeout_s, save_s=app.save_deadline_s)
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(app.cache_timeout_s):
-                found = await reuse._quietly(conversation.look_up, tuple(request.token_ids))
-                if found:
+                if await reuse._quietly(conversation.look_up, tuple(request.token_ids)):
                     await reuse._prepare(runtime, request)
+        except (TimeoutError, KvxferError, OSError) as error:
+            log.failure("app.cache-unused", error)
         return reuse
 
     async def save(self, tokens: Sequence[int]) -> None:

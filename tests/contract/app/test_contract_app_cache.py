@@ -1,0 +1,40 @@
+"""A turn key, and a cache that is not there or does not answer: the request is served as if it had none."""
+
+import pytest
+
+from kvxfer import channel
+from tie.daemon.socket_path import prepare_directory
+from tie.proto import app_pb2, request_pb2
+
+
+def asking(text: str) -> request_pb2.InferenceRequest:
+    return request_pb2.InferenceRequest(prompt=text, turn_key=bytes(range(32)))
+
+
+async def test_without_a_store_the_request_is_served(node):
+    async with node.runtime.live():
+        job = await node.start()
+        await job.ready()
+        await job.ask(asking("hello"))
+        texts, done = await job.outcome()
+        assert (done.status, texts[0]) == (app_pb2.STATUS_OK, "hello")
+        (request,) = node.runtime.requests
+        assert (request.import_ticket, request.export_ticket) == (b"", b"")
+        assert await job.exit_code() == 0
+
+
+@pytest.mark.parametrize("silent", ["store", "runtime"])
+async def test_what_does_not_answer_is_waited_for_a_moment_only(node, silent):
+    """The store listens and says nothing; or there is none, and the played runtime knows nothing of transfers."""
+    node.configure(cache_timeout_s=0.2)
+    prepare_directory(node.config.sockets.store)
+    listener = channel.listen(node.config.sockets.store) if silent == "store" else None
+    async with node.runtime.live():
+        job = await node.start()
+        await job.ready()
+        await job.ask(asking("hello"))
+        texts, done = await job.outcome()
+        assert (done.status, texts[0]) == (app_pb2.STATUS_OK, "hello")
+        assert await job.exit_code() == 0
+    if listener:
+        listener.close()
