@@ -4,6 +4,7 @@ Standard library only, since nothing else is there yet. Safe to repeat, safe to 
 """
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -19,6 +20,8 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -105,8 +108,38 @@ def has_shared_library() -> bool:
 def set_up() -> None:
     """Makes .venv what requirements.lock and pyproject.toml say. Does nothing when it already is."""
     wanted = fingerprint()
-    if STAMP.is_file() and STAMP.read_text() == wanted and PYTHON.exists():
+    if is_set_up(wanted):
         return
+    with alone():
+        if not is_set_up(wanted):  # another run may have done it meanwhile
+            set_up_anew(wanted)
+
+
+def is_set_up(wanted: str) -> bool:
+    """Whether .venv is there and was made from what `wanted` stands for."""
+    return STAMP.is_file() and STAMP.read_text() == wanted and PYTHON.exists()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Two runs that set up one checkout at once would spoil each other's environment: the second one waits.
+
+    The lock is on the checkout's own directory, so nothing is left of it, whatever ends the process.
+    """
+    checkout = os.open(ROOT, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(checkout, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another ./run is setting up this checkout: waiting until it is done")
+            fcntl.flock(checkout, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(checkout)
+
+
+def set_up_anew(wanted: str) -> None:
+    """Makes .venv, and writes down what it was made from."""
     started = time.monotonic()
     if platform.machine() != "x86_64":
         raise SetupError(f"the Triton server comes as a wheel for x86_64 only; this machine is {platform.machine()}")

@@ -2,6 +2,8 @@
 
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,33 @@ def test_the_size_of_a_file_on_this_disk_is_known(tmp_path):
     assert bootstrap.size_of(wheel.as_uri()) == (123, True)
     assert bootstrap.size_of((tmp_path / "none.whl").as_uri()) == (0, True)
     assert bootstrap.size_of("http://127.0.0.1:9/x.whl") == (0, False)
+
+
+def test_two_runs_set_up_one_after_the_other(monkeypatch, tmp_path, capsys):
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
+    monkeypatch.setattr(bootstrap, "PYTHON", tmp_path / ".venv" / "bin" / "python")
+    monkeypatch.setattr(bootstrap, "STAMP", tmp_path / ".venv" / ".tie-setup")
+    monkeypatch.setattr(bootstrap, "fingerprint", lambda: "wanted")
+    begun, done = threading.Event(), threading.Event()
+    made = []
+
+    def set_up_anew(wanted):
+        made.append(wanted)
+        begun.set()
+        assert done.wait(30)
+        bootstrap.PYTHON.touch()
+        bootstrap.STAMP.write_text(wanted)
+
+    monkeypatch.setattr(bootstrap, "set_up_anew", set_up_anew)
+    first, second = threading.Thread(target=bootstrap.set_up), threading.Thread(target=bootstrap.set_up)
+    first.start()
+    assert begun.wait(30)
+    second.start()
+    while "waiting" not in capsys.readouterr().out:
+        assert second.is_alive()
+        time.sleep(0.01)
+    done.set()
+    first.join(30)
+    second.join(30)
+    assert made == ["wanted"]
