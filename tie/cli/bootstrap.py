@@ -117,7 +117,8 @@ def set_up() -> None:
 
 def is_set_up(wanted: str) -> bool:
     """Whether .venv is there and was made from what `wanted` stands for."""
-    return STAMP.is_file() and STAMP.read_text() == wanted and PYTHON.exists()
+    there = PYTHON.exists() and (VENV / "bin" / "tie").exists()
+    return there and STAMP.is_file() and STAMP.read_text() == wanted
 
 
 @contextmanager
@@ -215,9 +216,10 @@ def make_venv() -> None:
     """An empty environment of this interpreter, or the one that is there when it fits."""
     say("[1/4] environment")
     if PYTHON.exists():
-        probe = "import sys, pip; print('%d.%d' % sys.version_info[:2])"
+        # One deleted or made halfway can have a `python` that is the machine's own: pip would install there.
+        probe = "import sys, pip; print('%d.%d' % sys.version_info[:2], sys.prefix != sys.base_prefix)"
         have = subprocess.run([str(PYTHON), "-c", probe], capture_output=True, text=True, check=False)
-        if have.stdout.strip() == VERSION:
+        if have.stdout.split() == [VERSION, "True"]:
             return
     STAMP.unlink(missing_ok=True)
     made = subprocess.run(
@@ -272,7 +274,8 @@ def size_of(url: str) -> tuple[int, bool]:
 
 def pip(*arguments: str, count: int = 0) -> None:
     """Runs the environment's pip with one line of progress that follows its output."""
-    command = [str(PYTHON), "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
+    options = ["--require-virtualenv", "--no-input", "--disable-pip-version-check"]
+    command = [str(PYTHON), "-m", "pip", *options, *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL
     )
@@ -280,24 +283,26 @@ def pip(*arguments: str, count: int = 0) -> None:
     seen = 0
     spoken = time.monotonic()
     terminal = sys.stdout.isatty()
-    for line in process.stdout or ():
-        tail = [*tail[-30:], line.rstrip()]
-        doing = re.match(
-            r"\s*(Collecting|Downloading|Installing|Processing|Building|Requirement already)\b[^\n]*", line
-        )
-        if not doing:
-            continue
-        seen += line.startswith(("Collecting", "Processing", "Requirement already"))
-        text = f"     {min(seen, count)}/{count} " if count else "     "
-        text += " ".join(re.split(r"[ (\[]| --hash", doing.group(0).strip())[:2])
-        if terminal:
-            print(f"\r{text[:100]:<100}", end="", flush=True)
-        elif time.monotonic() - spoken > 10:
-            spoken = time.monotonic()
-            print(text, flush=True)
+    width = min(100, shutil.get_terminal_size().columns - 1)
+    with process:
+        for line in process.stdout or ():
+            tail = [*tail[-30:], line.rstrip()]
+            doing = re.match(
+                r"\s*(Collecting|Downloading|Installing|Processing|Building|Requirement already)\b[^\n]*", line
+            )
+            if not doing:
+                continue
+            seen += line.startswith(("Collecting", "Processing", "Requirement already"))
+            text = f"     {min(seen, count)}/{count} " if count else "     "
+            text += " ".join(re.split(r"[ (\[]| --hash", doing.group(0).strip())[:2])
+            if terminal:
+                print(f"\r{text[:width]:<{width}}", end="", flush=True)
+            elif time.monotonic() - spoken > 10:
+                spoken = time.monotonic()
+                print(text, flush=True)
     if terminal:
-        print("\r" + " " * 100 + "\r", end="", flush=True)
-    if process.wait() != 0:
+        print("\r" + " " * width + "\r", end="", flush=True)
+    if process.returncode != 0:
         raise SetupError("pip failed: " + " ".join(command) + "\n  " + "\n  ".join(tail))
 
 
