@@ -223,7 +223,7 @@ def make_venv() -> None:
             return
     STAMP.unlink(missing_ok=True)
     made = subprocess.run(
-        [sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, check=False
     )
     if made.returncode != 0:
         raise SetupError(f"cannot make {VENV}:\n{made.stdout}{made.stderr}")
@@ -275,7 +275,7 @@ def size_of(url: str) -> tuple[int, bool]:
 def pip(*arguments: str, count: int = 0) -> None:
     """Runs the environment's pip with one line of progress that follows its output."""
     options = ["--require-virtualenv", "--no-input", "--disable-pip-version-check"]
-    command = [str(PYTHON), "-m", "pip", *options, *arguments]
+    command = [str(PYTHON), "-P", "-m", "pip", *options, *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL
     )

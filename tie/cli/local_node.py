@@ -40,7 +40,7 @@ class LocalNode:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
-        command = [sys.executable, "-m", "tie.cli.main", "up", "--json-logs"]
+        command = [sys.executable, "-P", "-m", "tie.cli.main", "up", "--json-logs"]
         command += ["--run-dir", str(self.run_dir), "--port", str(self.port)]
         command += ["--bundle", str(bundle)] if bundle else []
         command += [part for override in overrides for part in ("--set", override)]
@@ -158,7 +158,7 @@ def _program(process: psutil.Process) -> str:
         arguments = process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return ""
-    names = [Path(argument).name for argument in arguments[:3]]
+    names = [Path(argument).name for argument in arguments[:4] if argument != "-P"]
     if len(names) > 1 and names[0].startswith("python"):
         return names[2] if names[1] == "-m" and len(names) > 2 else names[1]
     return names[0] if names else ""
