@@ -1,8 +1,11 @@
 """The demonstration that a newcomer runs first."""
 
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.node
@@ -24,3 +27,20 @@ def test_a_demonstration_that_cannot_start_says_why(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_outlives_a_demonstration_that_is_ended(bundle, number):
+    command = [sys.executable, "-m", "tie.cli.main", "demo", "--bundle", str(bundle)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
+        top = psutil.Process(demo.pid)
+        node: set[psutil.Process] = set()
+        deadline = time.monotonic() + 120
+        while len(node) < 5 and time.monotonic() < deadline:  # `tie up`, and some of its daemons
+            node.update(top.children(recursive=True))
+            time.sleep(0.05)
+        assert len(node) >= 5
+        demo.send_signal(number)
+        demo.wait(60)
+    assert psutil.wait_procs(node, timeout=60)[1] == []
+    assert demo.returncode == (-number if number == signal.SIGKILL else 130)

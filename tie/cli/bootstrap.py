@@ -4,6 +4,7 @@ Standard library only, since nothing else is there yet. Safe to repeat, safe to 
 """
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -19,6 +20,8 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -105,8 +108,39 @@ def has_shared_library() -> bool:
 def set_up() -> None:
     """Makes .venv what requirements.lock and pyproject.toml say. Does nothing when it already is."""
     wanted = fingerprint()
-    if STAMP.is_file() and STAMP.read_text() == wanted and PYTHON.exists():
+    if is_set_up(wanted):
         return
+    with alone():
+        if not is_set_up(wanted):  # another run may have done it meanwhile
+            set_up_anew(wanted)
+
+
+def is_set_up(wanted: str) -> bool:
+    """Whether .venv is there and was made from what `wanted` stands for."""
+    there = PYTHON.exists() and (VENV / "bin" / "tie").exists()
+    return there and STAMP.is_file() and STAMP.read_text() == wanted
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Two runs that set up one checkout at once would spoil each other's environment: the second one waits.
+
+    The lock is on the checkout's own directory, so nothing is left of it, whatever ends the process.
+    """
+    checkout = os.open(ROOT, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(checkout, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another ./run is setting up this checkout: waiting until it is done")
+            fcntl.flock(checkout, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(checkout)
+
+
+def set_up_anew(wanted: str) -> None:
+    """Makes .venv, and writes down what it was made from."""
     started = time.monotonic()
     if platform.machine() != "x86_64":
         raise SetupError(f"the Triton server comes as a wheel for x86_64 only; this machine is {platform.machine()}")
@@ -182,13 +216,14 @@ def make_venv() -> None:
     """An empty environment of this interpreter, or the one that is there when it fits."""
     say("[1/4] environment")
     if PYTHON.exists():
-        probe = "import sys, pip; print('%d.%d' % sys.version_info[:2])"
+        # One deleted or made halfway can have a `python` that is the machine's own: pip would install there.
+        probe = "import sys, pip; print('%d.%d' % sys.version_info[:2], sys.prefix != sys.base_prefix)"
         have = subprocess.run([str(PYTHON), "-c", probe], capture_output=True, text=True, check=False)
-        if have.stdout.strip() == VERSION:
+        if have.stdout.split() == [VERSION, "True"]:
             return
     STAMP.unlink(missing_ok=True)
     made = subprocess.run(
-        [sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, check=False
     )
     if made.returncode != 0:
         raise SetupError(f"cannot make {VENV}:\n{made.stdout}{made.stderr}")
@@ -239,7 +274,8 @@ def size_of(url: str) -> tuple[int, bool]:
 
 def pip(*arguments: str, count: int = 0) -> None:
     """Runs the environment's pip with one line of progress that follows its output."""
-    command = [str(PYTHON), "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
+    options = ["--require-virtualenv", "--no-input", "--disable-pip-version-check"]
+    command = [str(PYTHON), "-P", "-m", "pip", *options, *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL
     )
@@ -247,24 +283,26 @@ def pip(*arguments: str, count: int = 0) -> None:
     seen = 0
     spoken = time.monotonic()
     terminal = sys.stdout.isatty()
-    for line in process.stdout or ():
-        tail = [*tail[-30:], line.rstrip()]
-        doing = re.match(
-            r"\s*(Collecting|Downloading|Installing|Processing|Building|Requirement already)\b[^\n]*", line
-        )
-        if not doing:
-            continue
-        seen += line.startswith(("Collecting", "Processing", "Requirement already"))
-        text = f"     {min(seen, count)}/{count} " if count else "     "
-        text += " ".join(re.split(r"[ (\[]| --hash", doing.group(0).strip())[:2])
-        if terminal:
-            print(f"\r{text[:100]:<100}", end="", flush=True)
-        elif time.monotonic() - spoken > 10:
-            spoken = time.monotonic()
-            print(text, flush=True)
+    width = min(100, shutil.get_terminal_size().columns - 1)
+    with process:
+        for line in process.stdout or ():
+            tail = [*tail[-30:], line.rstrip()]
+            doing = re.match(
+                r"\s*(Collecting|Downloading|Installing|Processing|Building|Requirement already)\b[^\n]*", line
+            )
+            if not doing:
+                continue
+            seen += line.startswith(("Collecting", "Processing", "Requirement already"))
+            text = f"     {min(seen, count)}/{count} " if count else "     "
+            text += " ".join(re.split(r"[ (\[]| --hash", doing.group(0).strip())[:2])
+            if terminal:
+                print(f"\r{text[:width]:<{width}}", end="", flush=True)
+            elif time.monotonic() - spoken > 10:
+                spoken = time.monotonic()
+                print(text, flush=True)
     if terminal:
-        print("\r" + " " * 100 + "\r", end="", flush=True)
-    if process.wait() != 0:
+        print("\r" + " " * width + "\r", end="", flush=True)
+    if process.returncode != 0:
         raise SetupError("pip failed: " + " ".join(command) + "\n  " + "\n  ".join(tail))
 
 

@@ -14,8 +14,10 @@ from tie.cli.main import complain
 from tie.daemon.errors import TieError, UserError
 from tie.device.client import Client
 from tie.device.conversations import Conversation
-from tie.device.request import Message
+from tie.device.request import Message, build
 
+_NOT_TEXT = "what is asked is not text in the terminal's encoding"
+_ENCODING = "convert it to UTF-8 (iconv -t utf-8), and use a UTF-8 locale"
 _HELP = "/new forgets the conversation, /exit ends it; Ctrl-C stops an answer."
 
 
@@ -59,7 +61,7 @@ def chat(
             once = bool(prompt) or as_json or not sys.stdin.isatty()
             conversation = _Conversation(client, target.model, options, history, stats=stats, reusable=not once)
             if once:
-                text = " ".join(prompt) if prompt else sys.stdin.read().strip()
+                text = " ".join(prompt) if prompt else _read_all()
                 return _once(conversation, text, as_json=as_json)
             click.secho(f"{target.model}: {_HELP}", dim=True)
             conversation.loop()
@@ -108,7 +110,9 @@ class _Conversation:
         """One turn. When it fails or is interrupted it is as if nothing had been said."""
         printer = _print_piece if show else lambda _: None
         options = {**self._options, **self._said.options}
-        answer = asking.ask(self._client, self._said.asking(text), printer, model=self._model, **options)
+        messages = self._said.asking(text)
+        _check(messages, self._model, options)
+        answer = asking.ask(self._client, messages, printer, model=self._model, **options)
         if show:
             click.echo()
         if self._stats:
@@ -128,6 +132,9 @@ class _Conversation:
             except KeyboardInterrupt:
                 click.echo("\n" + _HELP)
                 continue
+            except UnicodeDecodeError:
+                complain(UserError(_NOT_TEXT, hint=_ENCODING))
+                continue
             match line:
                 case "":
                     continue
@@ -146,6 +153,27 @@ class _Conversation:
             except TieError as error:
                 click.echo()
                 complain(error)
+
+
+def _read_all() -> str:
+    try:
+        return sys.stdin.read().strip()
+    except UnicodeDecodeError:
+        raise UserError(_NOT_TEXT, hint=_ENCODING) from None
+
+
+def _check(messages: list[Message], model: str, options: dict[str, Any]) -> None:
+    """What a request cannot even hold; what its values mean is the node's to judge.
+
+    Raises:
+        UserError: text that is none, or a number that does not fit.
+    """
+    try:
+        build(model=model, messages=messages, **options)
+    except UnicodeEncodeError:
+        raise UserError(_NOT_TEXT, hint=_ENCODING) from None
+    except ValueError as error:
+        raise UserError(f"a number does not fit into a request: {error}", hint="tie chat --help lists them") from None
 
 
 def _print_piece(text: str) -> None:

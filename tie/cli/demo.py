@@ -1,9 +1,12 @@
 """`tie demo`: a node from start to end, showing that a recycle reads no weights again."""
 
 import asyncio
+import contextlib
 import os
+import signal
 import time
 from pathlib import Path
+from types import FrameType
 
 import click
 import psutil
@@ -49,21 +52,41 @@ def demo(bundle: Path | None, overrides: tuple[str, ...]) -> int:
         if not bundle.exists():
             demo_bundle(bundle)
     opened = open_bundle(bundle.absolute())
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal, for one
+        signal.signal(number, _interrupt)
     node = LocalNode(bundle=opened.directory, overrides=overrides)
-    failure: BaseException | None = None
+    code = 0
     try:
-        _show(node, opened, console)
-    except (TieError, psutil.Error, OSError, KeyboardInterrupt) as error:
-        failure = error
-        console.print(f"\n[red]the demonstration failed:[/] {error or type(error).__name__}")
-        for line in node.log_lines()[-_LOG_LINES:]:
-            click.secho(line, dim=True)
-    left = node.stop()
+        code = _shown(node, opened, console)
+    finally:
+        left = node.stop()
     if left:
         console.print(f"[red]left running, and ended now: {', '.join(left)}[/]")
-    if failure is not None or left:
-        return 1
+    if code or left:
+        return code or 1
     console.print(f"all processes have ended; {time.monotonic() - begun:.0f} s in all")
+    return 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    raise KeyboardInterrupt
+
+
+def _shown(node: LocalNode, bundle: Bundle, console: Console) -> int:
+    """Shows it; returns the exit code."""
+    try:
+        _show(node, bundle, console)
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):  # there may be no terminal any more
+            console.print("\ninterrupted; stopping …")
+        return 130
+    except (TieError, psutil.Error, OSError) as error:
+        with contextlib.suppress(OSError):
+            console.print(f"\n[red]the demonstration failed:[/] {error or type(error).__name__}")
+            for line in node.log_lines()[-_LOG_LINES:]:
+                click.secho(line, dim=True)
+        return 1
     return 0
 
 

@@ -1,4 +1,7 @@
-"""A node of its own for a demonstration or a test: `tie up` in a temporary run directory, on a free port."""
+"""A node of its own for a demonstration or a test: `tie up` in a temporary run directory, on a free port.
+
+It ends with the process that made it, however that one ends.
+"""
 
 import asyncio
 import os
@@ -40,7 +43,7 @@ class LocalNode:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
-        command = [sys.executable, "-m", "tie.cli.main", "up", "--json-logs"]
+        command = [sys.executable, "-P", "-m", "tie.cli.main", "up", "--json-logs", "--parent", str(os.getpid())]
         command += ["--run-dir", str(self.run_dir), "--port", str(self.port)]
         command += ["--bundle", str(bundle)] if bundle else []
         command += [part for override in overrides for part in ("--set", override)]
@@ -121,7 +124,11 @@ class LocalNode:
         self.processes()
         self.process.send_signal(signal.SIGINT)
         try:
-            self.process.wait(_STOP_S)
+            try:
+                self.process.wait(_STOP_S)
+            except KeyboardInterrupt:  # asked twice: at once
+                self.process.send_signal(signal.SIGINT)
+                self.process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -158,7 +165,7 @@ def _program(process: psutil.Process) -> str:
         arguments = process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return ""
-    names = [Path(argument).name for argument in arguments[:3]]
+    names = [Path(argument).name for argument in arguments[:4] if argument != "-P"]
     if len(names) > 1 and names[0].startswith("python"):
         return names[2] if names[1] == "-m" and len(names) > 2 else names[1]
     return names[0] if names else ""

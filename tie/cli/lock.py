@@ -26,7 +26,7 @@ def lock() -> None:
     with tempfile.TemporaryDirectory() as folder:
         print("run:", "tools")
         tools = Path(folder) / "tools"
-        subprocess.run([sys.executable, "-m", "venv", str(tools)], check=True)
+        subprocess.run([sys.executable, "-P", "-m", "venv", str(tools)], check=True)
         subprocess.run([str(tools / "bin/pip"), "install", "-q", "pip-tools"], check=True)
         print("run:", "resolving the extras node and test")
         output = Path(folder) / "lock.txt"

@@ -1,6 +1,7 @@
 """The `tie` command: one group, its commands imported when they are called, so that `tie --help` is quick."""
 
 import importlib
+import io
 import sys
 from typing import Any
 
@@ -61,6 +62,8 @@ def tie() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits; an expected error is a message and a hint, never a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows that
     try:
         result: Any = tie.main(args=arguments, standalone_mode=False)
     except click.exceptions.Abort:

@@ -45,9 +45,14 @@ def load_running(run_dir: Path) -> NodeConfig:
     """The configuration of the node that runs in `run_dir`: what `tie up` wrote there, or the installed node's.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it is not ours to look at.
     """
-    if node_toml(run_dir).exists():
+    try:
+        written = node_toml(run_dir).exists()
+    except OSError as error:  # not ours to look into, or no path at all
+        hint = "name another run directory with --run-dir, or ask as the user whose node it is"
+        raise ConfigError(f"cannot look for a node in {run_dir}: {error.strerror}", hint=hint) from error
+    if written:
         return node_config.load(node_toml(run_dir))
     if _INSTALLED.exists():
         config = node_config.load(_INSTALLED)

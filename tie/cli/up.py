@@ -15,7 +15,7 @@ from tie.cli.process import OnLine, kill_orphans
 from tie.cli.supervisor import Report, Service, ServiceConfigError, describe_exit, stop_in_order
 from tie.daemon.config import NodeConfig
 from tie.daemon.errors import ConfigError
-from tie.daemon.hardening import adopt_orphans
+from tie.daemon.hardening import adopt_orphans, die_with_parent
 from tie.daemon.notify import notify
 
 # In the order of their start. They may as well start all at once: each waits for its peers.
@@ -52,6 +52,7 @@ _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZER
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one setting; may be repeated.")
 @click.option("--quiet", is_flag=True, help="Only this command's own messages, no logs.")
 @click.option("--json-logs", is_flag=True, help="Logs as JSON lines.")
+@click.option("--parent", type=int, hidden=True, help="Stop when this process, which started us, has ended.")
 def up(
     bundle: Path | None,
     run_dir: Path | None,
@@ -61,6 +62,7 @@ def up(
     *,
     quiet: bool,
     json_logs: bool,
+    parent: int | None,
 ) -> int:
     """Run a whole node in this terminal, until Ctrl-C.
 
@@ -73,7 +75,7 @@ def up(
         config = prepare.with_bundle(config, bundle, console)
         prepare.check(config)
         prepare.write_configuration(config)
-        return asyncio.run(_Node(config, console).run())
+        return asyncio.run(_Node(config, console).run(parent))
 
 
 class _Node:
@@ -108,13 +110,17 @@ class _Node:
             )
         ]
 
-    async def run(self) -> int:
-        """Runs the node until a signal; returns the exit code."""
+    async def run(self, parent: int | None) -> int:
+        """Runs the node until a signal, or until `parent` ends; returns the exit code."""
         loop = asyncio.get_running_loop()
         adopt_orphans()
         loop.add_signal_handler(signal.SIGCHLD, self._sweep)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
+        if parent is not None:
+            die_with_parent(signal.SIGTERM)
+            if os.getppid() != parent:  # it ended before that reached the kernel
+                self._stopping.set()
         tasks: dict[str, asyncio.Task[None]] = {}
         try:
             for listener in self._listeners:

@@ -69,6 +69,7 @@ class Job:
         log.event("job.ended", request_id=self._request_id, status=envelope_pb2.JobStatus.Name(status))
         try:
             await self._ingress.send(envelope_pb2.JobOut(done=envelope_pb2.JobDone(status=status)))
+            await self._ingress.linger()
         except PeerError as error:
             log.failure("job.unheard", error, request_id=self._request_id)
 

@@ -14,6 +14,7 @@ from tie.envelope.errors import EnvelopeError
 from tie.proto import app_pb2, envelope_pb2
 
 WRITE_S: Final = 30.0
+LINGER_S: Final = 2.0
 GRACE_S: Final = 10.0  # beyond the limits that others keep: they say by themselves that time is up
 _BODY_OVERHEAD: Final = 32  # of an AppIn around the bytes it carries
 FRAME_LIMIT: Final = stream.Direction.REQUEST.max_ciphertext_bytes + 4096
@@ -45,6 +46,19 @@ class Link:
     async def send(self, message: Message) -> None:
         """Sends one message. Raises as `frames.write_message`."""
         await frames.write_message(self._writer, message, timeout=WRITE_S)
+
+    async def linger(self) -> None:
+        """Reads and drops what still comes, until the other end closes or `LINGER_S` are over.
+
+        A socket that is closed while bytes still come to it breaks the other end's connection, and with that is lost
+        what we said last and was not read yet.
+        """
+        try:
+            async with asyncio.timeout(LINGER_S):
+                while await self.reader.read(FRAME_LIMIT):
+                    pass
+        except (TimeoutError, ConnectionError):
+            return
 
     def close(self) -> None:
         """Closes both halves."""

@@ -1,6 +1,6 @@
 """Keeps the container's processes together: they live together and die together.
 
-Three small programs run under supervisord (`python -m tie.runtime.container NAME`):
+Three small programs run under supervisord (`python -P -m tie.runtime.container NAME`):
 
 - `guard` starts tie-status-probe and takes the container down when the probe ends, however it ends;
 - `serve` starts tritonserver, ends when it ends, and stops it well;
@@ -50,7 +50,7 @@ def guard() -> int:
     """Runs tie-status-probe; ends the container when it or the watcher ends."""
     stop = _stop_requests()
     watcher = _connect_to_watcher()
-    probe = _start([sys.executable, "-m", "status_probe.main", "--config", os.environ[environment.CONFIG]])
+    probe = _start([sys.executable, "-P", "-m", "status_probe.main", "--config", os.environ[environment.CONFIG]])
     ended = os.pidfd_open(probe.pid)
     readable, _, _ = select.select([ended, watcher.fileno(), stop.fileno()], [], [])
     if stop.fileno() not in readable:

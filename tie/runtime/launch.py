@@ -45,7 +45,7 @@ def main() -> NoReturn:
         sys.stderr.write(f"tie-afm-runtime: {error}\n")
         sys.exit(EXIT_FAILURE)
     conf = Path(__file__).with_name("supervisord.conf")
-    command = [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", os.fspath(conf)]
+    command = [sys.executable, "-P", "-m", "supervisor.supervisord", "-n", "-c", os.fspath(conf)]
     if os.getuid() == 0:
         command += ["-u", "0"]  # stay what we are, without a warning
     os.execve(sys.executable, command, variables)  # noqa: S606

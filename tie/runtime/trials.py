@@ -44,7 +44,7 @@ class Trials:
         with theirs:
             self._process = subprocess.Popen(
                 # The interpreter that runs us, except inside a host that embeds it.
-                [os.environ.get(environment.PYTHON) or sys.executable, "-m", "tie.runtime.grammar_trial"],
+                [os.environ.get(environment.PYTHON) or sys.executable, "-P", "-m", "tie.runtime.grammar_trial"],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 # A panic of the compiler would write there what it was about.

@@ -105,6 +105,19 @@ async def test_segments_out_of_order(edge, client) -> None:
     assert (await post(edge, joined(messages))).json()["error"] == "refused"
 
 
+async def test_a_refusal_arrives_whatever_is_still_being_sent(edge, client) -> None:
+    bad = envelope_pb2.SealedIn(segment=envelope_pb2.SealedSegment(ciphertext=bytes(20)))
+
+    async def body():
+        yield joined(split((await session(client)).body)[:1])
+        for _ in range(400):
+            yield joined([bad] * 20)
+            await asyncio.sleep(0)
+
+    for _ in range(6):
+        assert (await post(edge, body())).json()["error"] == "refused"
+
+
 @pytest.mark.parametrize("cut", ["last segment", "inside a frame", "after the header"])
 async def test_a_truncated_request(edge, client, cut: str) -> None:
     body = (await session(client, "x" * 100_000)).body

@@ -2,6 +2,9 @@
 
 import shutil
 import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -55,3 +58,64 @@ def test_the_size_of_a_file_on_this_disk_is_known(tmp_path):
     assert bootstrap.size_of(wheel.as_uri()) == (123, True)
     assert bootstrap.size_of((tmp_path / "none.whl").as_uri()) == (0, True)
     assert bootstrap.size_of("http://127.0.0.1:9/x.whl") == (0, False)
+
+
+def a_checkout_at(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Lets bootstrap work on a checkout at `path`; returns where its programs will be."""
+    programs = path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    monkeypatch.setattr(bootstrap, "ROOT", path)
+    monkeypatch.setattr(bootstrap, "VENV", path / ".venv")
+    monkeypatch.setattr(bootstrap, "PYTHON", programs / "python")
+    monkeypatch.setattr(bootstrap, "STAMP", path / ".venv" / ".tie-setup")
+    return programs
+
+
+def test_two_runs_set_up_one_after_the_other(monkeypatch, tmp_path, capsys):
+    programs = a_checkout_at(tmp_path, monkeypatch)
+    monkeypatch.setattr(bootstrap, "fingerprint", lambda: "wanted")
+    begun, done = threading.Event(), threading.Event()
+    made = []
+
+    def set_up_anew(wanted):
+        made.append(wanted)
+        begun.set()
+        assert done.wait(30)
+        bootstrap.PYTHON.touch()
+        (programs / "tie").touch()
+        bootstrap.STAMP.write_text(wanted)
+
+    monkeypatch.setattr(bootstrap, "set_up_anew", set_up_anew)
+    first, second = threading.Thread(target=bootstrap.set_up), threading.Thread(target=bootstrap.set_up)
+    first.start()
+    assert begun.wait(30)
+    second.start()
+    while "waiting" not in capsys.readouterr().out:
+        assert second.is_alive()
+        time.sleep(0.01)
+    done.set()
+    first.join(30)
+    second.join(30)
+    assert made == ["wanted"]
+
+
+def test_nothing_is_ever_installed_into_the_machines_own_python(monkeypatch, tmp_path):
+    # What an interrupted run can leave: an environment's `python` without the file that makes it one.
+    programs = a_checkout_at(tmp_path, monkeypatch)
+    (programs / "python").symlink_to(sys._base_executable)
+    with pytest.raises(bootstrap.SetupError, match="virtualenv"):
+        bootstrap.pip("install", "--dry-run", "--no-index", "nothing")
+    bootstrap.make_venv()
+    assert (tmp_path / ".venv" / "pyvenv.cfg").is_file()
+    made = (tmp_path / ".venv" / "pyvenv.cfg").stat()
+    bootstrap.make_venv()
+    assert (tmp_path / ".venv" / "pyvenv.cfg").stat().st_ctime_ns == made.st_ctime_ns
+
+
+def test_an_environment_without_its_programs_is_not_set_up(monkeypatch, tmp_path):
+    programs = a_checkout_at(tmp_path, monkeypatch)
+    for name in ("python", "tie"):
+        assert not bootstrap.is_set_up("wanted")
+        (programs / name).touch()
+        bootstrap.STAMP.write_text("wanted")
+    assert bootstrap.is_set_up("wanted")

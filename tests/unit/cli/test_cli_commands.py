@@ -1,6 +1,7 @@
 """The command line as a user meets it: quick help, clear errors, the right exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,46 @@ def test_chat_with_nothing_to_ask_says_so(tmp_path):
     options = ["--url", "http://127.0.0.1:9", "--statement-key", str(key), "--model", "m"]
     result = CliRunner().invoke(chat, options, input="  \n", standalone_mode=False)
     assert "nothing to ask" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--max-tokens", "99999999999", "Hello"], "does not fit"),
+        (["--seed", "-1", "Hello"], "does not fit"),
+        (["caf\udce9"], "not text"),
+        (["--stop", "\udcff", "Hello"], "not text"),
+    ],
+)
+def test_chat_says_what_no_request_can_hold(tmp_path, arguments, complaint):
+    key = tmp_path / "statement.pub"
+    key.write_bytes(bytes(32))
+    done = tie("chat", "--url", "http://127.0.0.1:9", "--statement-key", str(key), "--model", "m", *arguments)
+    assert done.returncode == 1
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_chat_takes_no_bytes_that_are_no_text(tmp_path, locale):
+    key = tmp_path / "statement.pub"
+    key.write_bytes(bytes(32))
+    command = [sys.executable, "-m", "tie.cli.main", "chat", "--url", "http://127.0.0.1:9", "--model", "m"]
+    done = subprocess.run(
+        [*command, "--statement-key", str(key)], input=b"caf\xe9 \xff", env={**os.environ, "LC_ALL": locale},
+        capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert b"not text" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_run_directory_that_no_path_can_be_is_named():
+    done = tie("status", "--run-dir", "/tmp/" + "x" * 300)
+    assert done.returncode == 1
+    assert "File name too long" in done.stderr
+    assert "--run-dir" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
