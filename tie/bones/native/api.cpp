@@ -97,15 +97,16 @@ struct Engine {
 namespace {
 
 // A batch as it comes in: of each slice the count of tokens, the start, the size of its table, the logits wanted; then
-// all tokens and all tables, one after another.
+// all tokens and all tables, one after another; and pairs of blocks, of which the first is copied to the second.
 struct Batch {
-  const int64_t *counts, *starts, *table_sizes, *logits, *tokens, *blocks;
-  int64_t slices, rows, table_blocks, wanted;
+  const int64_t *counts, *starts, *table_sizes, *logits, *tokens, *blocks, *copied;
+  int64_t slices, rows, table_blocks, wanted, copies;
 };
 
 Status check(const Model& model, const Batch& batch) {
   if (batch.slices < 1) return kEmptyBatch;
-  if (batch.slices > kMostRows || batch.rows > kMostRows) return kBadTotals;
+  if (batch.slices > kMostRows || batch.rows > kMostRows || batch.copies < 0 || batch.copies > kMostRows)
+    return kBadTotals;
   int64_t rows = 0, table_blocks = 0, wanted = 0;
   for (int64_t i = 0; i < batch.slices; ++i) {
     const int64_t count = batch.counts[i], start = batch.starts[i], table = batch.table_sizes[i];
@@ -123,6 +124,8 @@ Status check(const Model& model, const Batch& batch) {
     if (batch.tokens[i] < 0 || batch.tokens[i] >= model.shape.vocab) return kBadToken;
   for (int64_t i = 0; i < table_blocks; ++i)
     if (batch.blocks[i] < 0 || batch.blocks[i] >= model.blocks) return kBadBlock;
+  for (int64_t i = 0; i < 2 * batch.copies; ++i)
+    if (batch.copied[i] < 0 || batch.copied[i] >= model.blocks) return kBadBlock;
   return kOk;
 }
 
@@ -164,7 +167,7 @@ Status lay_out(Engine& engine, const Batch& batch, Step& step) {
   for (int i = 0; i < batch.slices; ++i)
     for (int b = slices[i].start / kBlockTokens; b * kBlockTokens < slices[i].start + slices[i].count; ++b)
       written[slices[i].blocks[b]] = false;
-  step = {row, static_cast<int>(batch.slices), rows_wanted, tokens, positions, owners, slices, wanted, nullptr, alone};
+  step = {row, static_cast<int>(batch.slices), rows_wanted, tokens, positions, owners, slices, wanted, nullptr, alone, nullptr, 0};
   return status;
 }
 
@@ -274,16 +277,20 @@ TIE_EXPORT int32_t tie_native_cache(Engine* engine, void* data, uint64_t bytes, 
 
 TIE_EXPORT int32_t tie_native_step(Engine* engine, int64_t slices, const int64_t* counts, const int64_t* starts,
                                    const int64_t* table_sizes, const int64_t* logit_counts, const int64_t* tokens,
-                                   int64_t rows, const int64_t* blocks, int64_t table_blocks, float* logits,
-                                   int64_t wanted) try {
-  if (!engine || !counts || !starts || !table_sizes || !logit_counts || !tokens || !blocks || (wanted && !logits))
+                                   int64_t rows, const int64_t* blocks, int64_t table_blocks, const int64_t* copied,
+                                   int64_t copies, float* logits, int64_t wanted) try {
+  if (!engine || !counts || !starts || !table_sizes || !logit_counts || !tokens || !blocks ||
+      (copies && !copied) || (wanted && !logits))
     return kNullArgument;
   if (!engine->complete()) return kIncomplete;
-  const Batch batch{counts, starts, table_sizes, logit_counts, tokens, blocks, slices, rows, table_blocks, wanted};
+  const Batch batch{counts, starts, table_sizes, logit_counts, tokens, blocks, copied,
+                    slices, rows,   table_blocks, wanted, copies};
   if (const Status status = check(engine->model, batch)) return status;
   Step step;
   if (const Status status = lay_out(*engine, batch, step)) return status;
   step.logits = logits;
+  step.copied = copied;
+  step.copies = static_cast<int>(copies);
   forward(engine->model, step, engine->workspace, engine->team);
   return kOk;
 } catch (const std::bad_alloc&) {

@@ -114,7 +114,7 @@ class NativeExecutor:
         return memoryview(self._pool)[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def forward(self, batch: Batch) -> Floats:
-        """Computes a batch: files keys and values of every row, and returns the logits that are asked for.
+        """Computes a batch: copies blocks, files keys and values of every row, returns the logits that are asked for.
 
         Returns:
             `[sum of slice.logits, vocab_size]`, in batch order.
@@ -128,6 +128,7 @@ class NativeExecutor:
         counts, table_sizes = _numbers([len(ids) for ids in tokens]), _numbers([len(table) for table in tables])
         starts, wanted = _numbers([item.start for item in slices]), _numbers([item.logits for item in slices])
         all_tokens, all_blocks = _joined(tokens), _joined(tables)
+        copies = _numbers(batch.copies)
         rows = int(wanted.sum())
         if not 0 <= rows <= len(all_tokens):
             raise InputError("more logits are asked than there are rows")
@@ -135,7 +136,7 @@ class NativeExecutor:
         status = self._library.tie_native_step(
             self._engine, len(slices), counts.ctypes.data, starts.ctypes.data, table_sizes.ctypes.data,
             wanted.ctypes.data, all_tokens.ctypes.data, len(all_tokens), all_blocks.ctypes.data, len(all_blocks),
-            logits.ctypes.data, rows,
+            copies.ctypes.data, len(batch.copies), logits.ctypes.data, rows,
         )  # fmt: skip
         self._check(status, InputError)
         return logits
@@ -177,7 +178,7 @@ class NativeExecutor:
             raise error(self._library.tie_native_message(status).decode())
 
 
-def _numbers(values: Sequence[int]) -> npt.NDArray[np.int64]:
+def _numbers(values: Sequence[int] | Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
     try:
         return np.array(values, dtype=np.int64)
     except (ValueError, TypeError, OverflowError) as error:

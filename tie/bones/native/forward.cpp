@@ -290,6 +290,12 @@ class Forward {
   int task_count_ = 0;
 };
 
+void copy_blocks(const Model& model, const Step& step) {
+  for (int i = 0; i < step.copies; ++i)
+    std::memmove(model.keys(static_cast<int>(step.copied[2 * i + 1]), 0, 0),
+                 model.keys(static_cast<int>(step.copied[2 * i]), 0, 0), model.shape.block_bytes());
+}
+
 // A block that a slice begins and does not fill still holds a former sequence's rows behind the new ones. They are
 // masked, but a masked value enters sums times zero, and zero times infinity is not a number.
 void clear_begun_blocks(const Model& model, const Step& step) {
@@ -305,6 +311,7 @@ void clear_begun_blocks(const Model& model, const Step& step) {
 
 void forward(const Model& model, const Step& step, Workspace& workspace, Team& team) {
   Forward pass(model, step, workspace, team);
+  copy_blocks(model, step);
   clear_begun_blocks(model, step);
   auto body = [&](int member) { pass.run(member); };
   team.run(body);

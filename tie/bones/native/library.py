@@ -72,7 +72,8 @@ def load(level: str | None = None) -> ctypes.CDLL:
     library.tie_native_vector.argtypes = (_pointer, _i32, _i32, _pointer, _u64)
     library.tie_native_cache.argtypes = (_pointer, _pointer, _u64, _i32)
     library.tie_native_step.argtypes = (
-        _pointer, _i64, _pointer, _pointer, _pointer, _pointer, _pointer, _i64, _pointer, _i64, _pointer, _i64,
+        _pointer, _i64, _pointer, _pointer, _pointer, _pointer, _pointer, _i64, _pointer, _i64, _pointer, _i64, _pointer,
+        _i64,
     )  # fmt: skip
     return library
 

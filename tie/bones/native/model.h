@@ -125,6 +125,8 @@ struct Step {
   // No slice has more than one row, and none reads a block that another one writes: each key and value is needed by the
   // sequence that makes it only, and only once.
   bool alone;
+  const int64_t* copied;  // [copies][2], blocks: the first goes to the second, before anything else
+  int copies;
 };
 
 }  // namespace tie
