@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -82,7 +82,7 @@ class Tiles:
                 words[rows, : values.shape[1]] = rounded
             return tiles_of_bf16(words)
         four, shape = self.matrix.weights == "q4", (len(order), columns // GROUP)
-        codes = np.zeros((*shape, GROUP), dtype=np.uint8 if four else np.int8)
+        codes: Any = np.zeros((*shape, GROUP), dtype=np.uint8 if four else np.int8)
         scales = np.zeros(shape, dtype=np.float16)
         minima = np.zeros(shape, dtype=np.float16) if four else None
         for name, rows, start in self._runs(source, order):
@@ -105,7 +105,7 @@ class Tiles:
             raise BundleError(f"tensor {name}: {error}") from error
 
     def _runs(self, source: Source, order: Rows) -> Iterator[tuple[str, Rows, int]]:
-        """For each run of neighbouring rows in `order`: the tensor, the places in `order`, the first row in the tensor."""
+        """For each run of rows in `order`: the tensor, the places in `order`, the first row in the tensor."""
         base = 0
         for name in self.matrix.sources:
             count = source.tensors[name].rows

@@ -51,7 +51,9 @@ class Source:
         """
         tensor, raw = self._raw(name)
         found = read_groups(tensor, raw, start, stop)
-        if found and not (np.isfinite(found.scales).all() and (found.minima is None or np.isfinite(found.minima).all())):
+        if found and not (
+            np.isfinite(found.scales).all() and (found.minima is None or np.isfinite(found.minima).all())
+        ):
             raise BundleError(f"tensor {name} holds values that are not finite")
         return found
 

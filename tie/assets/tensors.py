@@ -123,7 +123,7 @@ class Groups(NamedTuple):
 
 
 def read_groups(tensor: StoredTensor, raw: Raw, start: int, stop: int) -> Groups | None:
-    """Rows `start` to `stop` in Hugging Face's order, exactly as they are stored; None where they are not in such groups.
+    """Rows `start` to `stop` in Hugging Face's order, exactly as stored; None where they are not in such groups.
 
     Args:
         tensor: what is read.
@@ -149,7 +149,8 @@ def _picked(tensor: StoredTensor, raw: Raw, start: int, stop: int) -> Raw:
     """Stored rows, [stop - start, bytes of a row], in Hugging Face's order."""
     table = raw.reshape(tensor.rows, tensor.bytes // tensor.rows)
     if tensor.interleaved_heads:
-        return table[_stored_rows(tensor.rows, tensor.interleaved_heads)[start:stop]]
+        picked: Raw = table[_stored_rows(tensor.rows, tensor.interleaved_heads)[start:stop]]
+        return picked
     return table[start:stop]
 
 

@@ -148,8 +148,7 @@ class NativeExecutor:
                 raise WeightsError(f"the tensor {item.name} is missing")
             taken.add(item.name)
             self._take(item.name, tensors[item.name], item.weights if isinstance(item, PackedMatrix) else None)
-            if item.name == "embedding" and self.config.tie_word_embeddings:
-                assert isinstance(item, PackedMatrix)
+            if item.name == "embedding" and isinstance(item, PackedMatrix) and self.config.tie_word_embeddings:
                 self._take("head", tensors["embedding"], item.weights)
         if extra := len(tensors.keys() - taken):
             raise WeightsError(f"there are {extra} tensors that a model of this configuration does not have")

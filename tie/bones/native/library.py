@@ -32,7 +32,8 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, _i32) for name in (
-            "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "context", "window", "qk_norm",
+            "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "context", "window",
+            "qk_norm",
         )),
         ("eps", ctypes.c_float),
     )  # fmt: skip
@@ -72,8 +73,8 @@ def load(level: str | None = None) -> ctypes.CDLL:
     library.tie_native_vector.argtypes = (_pointer, _i32, _i32, _pointer, _u64)
     library.tie_native_cache.argtypes = (_pointer, _pointer, _u64, _i32)
     library.tie_native_step.argtypes = (
-        _pointer, _i64, _pointer, _pointer, _pointer, _pointer, _pointer, _i64, _pointer, _i64, _pointer, _i64, _pointer,
-        _i64,
+        _pointer, _i64, _pointer, _pointer, _pointer, _pointer, _pointer, _i64, _pointer, _i64, _pointer, _i64,
+        _pointer, _i64,
     )  # fmt: skip
     return library
 

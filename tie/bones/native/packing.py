@@ -160,7 +160,9 @@ def _alternating(rows: int) -> npt.NDArray[np.int64]:
     first = np.full(_padded(rows), -1, dtype=np.int64)
     first[:rows] = np.arange(rows)
     second = np.where(first < 0, -1, first + rows)
-    return np.stack((first.reshape(-1, TILE_ROWS), second.reshape(-1, TILE_ROWS)), axis=1).reshape(-1)
+    both = np.stack((first.reshape(-1, TILE_ROWS), second.reshape(-1, TILE_ROWS)), axis=1)
+    order: npt.NDArray[np.int64] = both.reshape(-1)
+    return order
 
 
 def quantize(values: Floats, weights: Weights) -> Groups:
@@ -204,7 +206,10 @@ def tiles_of_groups(groups: Groups) -> Bytes:
         codes = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(rows, -1).view(np.uint8)
         both = np.stack((groups.scales, groups.minima), axis=1)
         scales = both.reshape(-1, TILE_ROWS, 2, both.shape[-1])
-    parts = (_interleaved(codes), np.ascontiguousarray(scales.transpose(0, 3, 2, 1)).reshape(len(scales), -1).view(np.uint8))
+    parts = (
+        _interleaved(codes),
+        np.ascontiguousarray(scales.transpose(0, 3, 2, 1)).reshape(len(scales), -1).view(np.uint8),
+    )
     size = sum(part.shape[1] for part in parts)
     tiles = np.zeros((rows // TILE_ROWS, -(-size // 64) * 64), dtype=np.uint8)
     np.concatenate(parts, axis=1, out=tiles[:, :size])
@@ -217,6 +222,6 @@ def tiles_of_bf16(values: npt.NDArray[np.uint16]) -> Bytes:
 
 
 def _interleaved(rows: Bytes) -> Bytes:
-    """Tiles of 16 rows, `[tiles, 16 * row_bytes]`: four bytes of each row in turn, which one vector instruction takes."""
+    """Tiles of 16 rows, `[tiles, 16 * row_bytes]`: four bytes of each row in turn, as an instruction takes them."""
     words = np.ascontiguousarray(rows).view(np.uint32).reshape(-1, TILE_ROWS, rows.shape[1] // 4)
     return np.ascontiguousarray(words.transpose(0, 2, 1)).reshape(len(words), -1).view(np.uint8)
