@@ -44,6 +44,7 @@ class NativeExecutor:
         block_tokens: tokens of a block: 16.
         weights: how matrices are stored.
         threads: that work on a step, the caller's among them.
+        level: instruction set, a key of `library.LEVELS`; None: the best.
 
     Raises:
         InputError: an argument is impossible, or the model's shape is not supported.
@@ -60,6 +61,7 @@ class NativeExecutor:
         block_tokens: int,
         weights: Weights,
         threads: int,
+        level: str | None = None,
     ) -> None:
         if block_tokens != BLOCK_TOKENS:
             raise InputError(f"the native executor's blocks have {BLOCK_TOKENS} tokens")
@@ -70,7 +72,7 @@ class NativeExecutor:
         self.config = config
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        self._library = library.load()
+        self._library = library.load(level)
         self.level = self._library.tie_native_level().decode()
         self.name = f"native-{self.level}"
         self.layout_id = f"native-{weights}"
@@ -131,7 +133,7 @@ class NativeExecutor:
         copies = _numbers(batch.copies)
         rows = int(wanted.sum())
         if not 0 <= rows <= len(all_tokens):
-            raise InputError("more logits are asked than there are rows")
+            rows = 0  # some slice asks for an impossible number, and will be refused for it
         logits = np.empty((rows, self.vocab_size), dtype=np.float32)
         status = self._library.tie_native_step(
             self._engine, len(slices), counts.ctypes.data, starts.ctypes.data, table_sizes.ctypes.data,

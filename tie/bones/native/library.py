@@ -41,7 +41,7 @@ class Shape(ctypes.Structure):
 
 def levels() -> tuple[str, ...]:
     """The levels that are built and that this processor has, best first."""
-    return tuple(level for level, flags in LEVELS.items() if flags <= _processor_flags() and _path(level) is not None)
+    return tuple(level for level, flags in LEVELS.items() if flags <= processor_flags() and _path(level) is not None)
 
 
 def available() -> bool:
@@ -58,7 +58,7 @@ def load(level: str | None = None) -> ctypes.CDLL:
     """
     level = level or os.environ.get(LEVEL_VARIABLE) or next(iter(levels()), "portable")
     path = _path(level) if level in LEVELS else None
-    if path is None or not LEVELS[level] <= _processor_flags():
+    if path is None or not LEVELS[level] <= processor_flags():
         raise OSError(f"there is no native library of level {level} for this machine")
     library = ctypes.CDLL(str(path))
     library.tie_native_level.restype = ctypes.c_char_p
@@ -88,7 +88,7 @@ def _path(level: str) -> Path | None:
 
 
 @functools.cache
-def _processor_flags() -> frozenset[str]:
+def processor_flags() -> frozenset[str]:
     """What the processor has and the kernel lets programs use."""
     if platform.machine() != "x86_64":
         return frozenset()
