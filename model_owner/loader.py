@@ -3,44 +3,54 @@
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from model_owner import native, plain
 from model_owner.arena import ALIGNMENT, Arena, CpuArena, CudaArena, sealed_copy
+from model_owner.source import CancelledError, Packed, Source
 from tie.assets.bundle import Bundle
-from tie.assets.tensors import Float32, Raw, StoredTensor, load_index, read_rows
-from tie.daemon.errors import BundleError, TieError
+from tie.assets.tensors import Raw, load_index
+from tie.bones.native.packing import Weights
+from tie.daemon.errors import BundleError
 from tie.proto import owner_pb2
 
-_PIECE_VALUES: Final = 1 << 18  # values converted at a time: source, float32 and result stay in the cache
 _HASH_CHUNK: Final = 16 * 1024 * 1024
-_WIDTH: Final = {"f32": 4, "bf16": 2}
-
-Words = npt.NDArray[np.uint16]
-
-
-class CancelledError(TieError):
-    """The owner is shutting down in the middle of a load."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to pack the weights. Matrices and biases have `dtype`; norms are always float32."""
+    """One way to pack the weights.
+
+    Attributes:
+        device: where.
+        plan: the packed tensors of a bundle, in their order in the arena.
+    """
 
     device: Literal["cpu", "cuda"]
-    dtype: Literal["f32", "bf16"]
+    plan: Callable[[Source, Bundle], Sequence[Packed]]
+
+
+def _plain(dtype: plain.Dtype) -> Callable[[Source, Bundle], Sequence[Packed]]:
+    return lambda source, _: plain.plan(source, dtype)
+
+
+def _native(weights: Weights) -> Callable[[Source, Bundle], Sequence[Packed]]:
+    return lambda _, bundle: native.plan(bundle.manifest.architecture, weights)
 
 
 LAYOUTS: Final[Mapping[str, Layout]] = {
-    "torch-cpu-f32": Layout("cpu", "f32"),
-    "torch-cpu-bf16": Layout("cpu", "bf16"),
-    "torch-cuda-f32": Layout("cuda", "f32"),
-    "torch-cuda-bf16": Layout("cuda", "bf16"),
+    "torch-cpu-f32": Layout("cpu", _plain("f32")),
+    "torch-cpu-bf16": Layout("cpu", _plain("bf16")),
+    "torch-cuda-f32": Layout("cuda", _plain("f32")),
+    "torch-cuda-bf16": Layout("cuda", _plain("bf16")),
+    "native-q4": Layout("cpu", _native("q4")),
+    "native-q8": Layout("cpu", _native("q8")),
+    "native-bf16": Layout("cpu", _native("bf16")),
 }
 
 
@@ -88,9 +98,10 @@ def pack(
         CancelledError: `cancelled` was set.
     """
     layout = LAYOUTS[layout_id]
-    tensors = load_index(bundle).tensors
-    table, size = _plan(tensors, layout)
     files = {name: _map(bundle, name) for name in bundle.manifest.weights}
+    source = Source(load_index(bundle).tensors, files, cancelled)
+    items = layout.plan(source, bundle)
+    table, size = _table(items)
     arena: Arena = CudaArena(size) if layout.device == "cuda" else CpuArena(size)
     stop = threading.Event()
     try:
@@ -98,9 +109,8 @@ def pack(
             try:
                 # Beside the conversion: hashlib leaves the interpreter lock to it.
                 hashes = {name: hasher.submit(_hash, data, on_read, stop) for name, data in files.items()}
-                for tensor, entry in zip(tensors, table.tensors, strict=True):
-                    raw = files[tensor.file][tensor.offset : tensor.offset + tensor.bytes]
-                    _convert(tensor, raw, arena, entry, cancelled)
+                for item, entry in zip(items, table.tensors, strict=True):
+                    item.fill(source, arena, entry.offset)
                 for name, future in hashes.items():
                     while not future.done():
                         if cancelled.wait(0.02):
@@ -117,15 +127,13 @@ def pack(
         raise
 
 
-def _plan(tensors: Iterable[StoredTensor], layout: Layout) -> tuple[owner_pb2.TensorTable, int]:
-    """The table of the arena, tensors in the order of the files, and the arena's size."""
+def _table(items: Sequence[Packed]) -> tuple[owner_pb2.TensorTable, int]:
+    """The table of the arena, and the arena's size."""
     table = owner_pb2.TensorTable()
     offset = 0
-    for tensor in tensors:
-        dtype = "f32" if tensor.name.endswith("norm.weight") else layout.dtype
-        size = tensor.rows * tensor.columns * _WIDTH[dtype]
-        table.tensors.add(name=tensor.name, dtype=dtype, shape=tensor.shape, offset=offset, bytes=size)
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
+    for item in items:
+        table.tensors.add(name=item.name, dtype=item.dtype, shape=item.shape, offset=offset, bytes=item.bytes)
+        offset += -(-item.bytes // ALIGNMENT) * ALIGNMENT
     return table, offset
 
 
@@ -149,40 +157,3 @@ def _hash(data: Raw, on_read: Callable[[int], None], stop: threading.Event) -> s
         digest.update(chunk.data)
         on_read(chunk.size)
     return digest.hexdigest()
-
-
-def _convert(tensor: StoredTensor, raw: Raw, arena: Arena, entry: owner_pb2.Tensor, cancelled: threading.Event) -> None:
-    row_bytes = tensor.columns * _WIDTH[entry.dtype]
-    step = max(1, _PIECE_VALUES // tensor.columns)
-    for start in range(0, tensor.rows, step):
-        if cancelled.is_set():
-            raise CancelledError("shutting down")
-        stop = min(start + step, tensor.rows)
-        values = read_rows(tensor, raw, start, stop)
-        if not np.isfinite(values).all():
-            raise BundleError(f"tensor {tensor.name} holds values that are not finite")
-        with arena.piece(entry.offset + start * row_bytes, (stop - start) * row_bytes) as piece:
-            _store(values, piece, entry.dtype)
-
-
-def _store(values: Float32, piece: memoryview, dtype: str) -> None:
-    if dtype == "bf16":
-        round_to_bf16(values, np.frombuffer(piece, np.uint16))
-    else:
-        np.copyto(np.frombuffer(piece, np.float32), values.reshape(-1))
-
-
-def round_to_bf16(values: Float32, out: Words) -> None:
-    """Rounds to the nearest bfloat16, ties to even.
-
-    Args:
-        values: finite, any shape.
-        out: as many 16-bit words; gets the upper halves of the rounded float32.
-    """
-    bits = values.reshape(-1).view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits
-    rounded >>= 16
-    np.copyto(out, rounded, casting="unsafe")

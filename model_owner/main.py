@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from model_owner.server import AttachServer, allowed_uids
 from model_owner.weights import Weights
+from tie.bones.layouts import layout_id
 from tie.daemon import log, rpc, service
 from tie.daemon.config import NodeConfig
 from tie.proto import owner_pb2, owner_pb2_grpc
@@ -81,7 +82,8 @@ def _labelled(family: Any, samples: Iterable[tuple[str, float]]) -> Metric:
 
 def layout_for(config: NodeConfig) -> str:
     """The layout that this node's runtime will ask for."""
-    return f"torch-{config.runtime.device}-{config.runtime.dtype}"
+    runtime = config.runtime
+    return layout_id(runtime.executor, device=runtime.device, dtype=runtime.dtype, weights=runtime.weights)
 
 
 async def own(config: NodeConfig, lifetime: service.Lifetime) -> None:

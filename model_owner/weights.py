@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from model_owner.arena import ArenaError
-from model_owner.loader import LAYOUTS, CancelledError, PackedWeights, pack
+from model_owner.loader import LAYOUTS, PackedWeights, pack
+from model_owner.source import CancelledError
 from tie.assets.bundle import Bundle, open_bundle
 from tie.daemon import log
 from tie.daemon.errors import BundleError

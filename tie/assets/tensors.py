@@ -5,7 +5,7 @@ converts. Names are Hugging Face's; shapes are row-major [rows, columns], as PyT
 """
 
 from collections.abc import Iterable
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, NamedTuple
 
 import gguf
 import gguf.quants
@@ -95,11 +95,7 @@ def read_rows(tensor: StoredTensor, raw: Raw, start: int, stop: int) -> Float32:
     Returns:
         [stop - start, columns], float32; may be a read-only view of `raw`.
     """
-    table = raw.reshape(tensor.rows, tensor.bytes // tensor.rows)
-    if tensor.interleaved_heads:
-        picked = table[_stored_rows(tensor.rows, tensor.interleaved_heads)[start:stop]]
-    else:
-        picked = table[start:stop]
+    picked = _picked(tensor, raw, start, stop)
     values: Float32
     if tensor.encoding == "f32":
         values = picked.view(np.dtype("<f4"))
@@ -110,6 +106,52 @@ def read_rows(tensor: StoredTensor, raw: Raw, start: int, stop: int) -> Float32:
     else:
         values = gguf.quants.dequantize(picked, _QUANTIZED[tensor.encoding])
     return values
+
+
+class Groups(NamedTuple):
+    """Rows in groups of 32 values, as some GGUF formats store them: value = scale * code + minimum.
+
+    Attributes:
+        codes: [rows, groups, 32]; uint8 from 0 to 15 with minima, int8 without.
+        scales: [rows, groups], float16.
+        minima: [rows, groups], float16, or None: zero.
+    """
+
+    codes: npt.NDArray[np.uint8] | npt.NDArray[np.int8]
+    scales: npt.NDArray[np.float16]
+    minima: npt.NDArray[np.float16] | None
+
+
+def read_groups(tensor: StoredTensor, raw: Raw, start: int, stop: int) -> Groups | None:
+    """Rows `start` to `stop` in Hugging Face's order, exactly as stored; None where they are not in such groups.
+
+    Args:
+        tensor: what is read.
+        raw: its bytes in the file, [tensor.bytes], uint8.
+        start: first row.
+        stop: one past the last row.
+    """
+    if tensor.encoding not in ("q4_0", "q4_1", "q8_0"):
+        return None
+    picked = _picked(tensor, raw, start, stop)
+    blocks = np.ascontiguousarray(picked).reshape(len(picked), tensor.columns // 32, -1)
+    scales = blocks[..., :2].copy().view("<f2")[..., 0]
+    if tensor.encoding == "q8_0":
+        return Groups(blocks[..., 2:].copy().view(np.int8), scales, None)
+    nibbles = blocks[..., -16:]
+    codes = np.concatenate((nibbles & 15, nibbles >> 4), axis=-1)
+    if tensor.encoding == "q4_0":
+        return Groups(codes, scales, scales * np.float16(-8))
+    return Groups(codes, scales, blocks[..., 2:4].copy().view("<f2")[..., 0])
+
+
+def _picked(tensor: StoredTensor, raw: Raw, start: int, stop: int) -> Raw:
+    """Stored rows, [stop - start, bytes of a row], in Hugging Face's order."""
+    table = raw.reshape(tensor.rows, tensor.bytes // tensor.rows)
+    if tensor.interleaved_heads:
+        picked: Raw = table[_stored_rows(tensor.rows, tensor.interleaved_heads)[start:stop]]
+        return picked
+    return table[start:stop]
 
 
 def _stored_rows(rows: int, heads: int) -> npt.NDArray[np.intp]:

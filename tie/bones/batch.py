@@ -98,8 +98,8 @@ def lay_out(batch: Batch, config: ModelConfig, *, num_blocks: int, block_tokens:
     spans: list[Span] = []
     written: set[int] = set()
     for item in batch.slices:
-        ids = _ints(item.tokens)
-        span = Span(item.start, len(ids), _ints(item.blocks), item.residence)
+        ids = as_ints(item.tokens)
+        span = Span(item.start, len(ids), as_ints(item.blocks), item.residence)
         if span.count == 0:
             raise InputError("a slice has no tokens")
         if ids.min() < 0 or ids.max() >= config.vocab_size:
@@ -131,7 +131,12 @@ def lay_out(batch: Batch, config: ModelConfig, *, num_blocks: int, block_tokens:
     )
 
 
-def _ints(values: Sequence[int]) -> Ints:
+def as_ints(values: Sequence[int]) -> Ints:
+    """Token ids or blocks as an array, `[n]`.
+
+    Raises:
+        InputError: they are not whole numbers.
+    """
     try:
         array = np.array(values)
     except (ValueError, TypeError, OverflowError) as error:

@@ -1,12 +1,11 @@
 """The small layers that every Llama is made of: RMSNorm, rotary embedding, SwiGLU."""
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tie.bones.config import ModelConfig, RopeScaling
+from tie.bones.config import ModelConfig
+from tie.bones.rope import rope_frequencies
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -26,23 +25,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate, inplace=True).mul_(up)
 
 
-def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Angles per position of each pair of dimensions, `[head_dim / 2]` float32, stretched as the model asks."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    match config.rope_scaling:
-        case None:
-            return frequencies
-        case RopeScaling(kind="linear", factor=factor):
-            return frequencies / factor
-        case RopeScaling() as scaling:
-            # How many wavelengths the original context holds decides: few of them, stretch; many, keep; between, blend.
-            periods = scaling.original_context * frequencies / (2 * math.pi)
-            keep = (periods - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-            keep = keep.clamp(0, 1)
-            return (1 - keep) * frequencies / scaling.factor + keep * frequencies
-
-
 class Rope:
     """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) on half-split heads, as Hugging Face stores them.
 
@@ -52,7 +34,7 @@ class Rope:
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._frequencies = rope_frequencies(config)
+        self._frequencies = torch.from_numpy(rope_frequencies(config))
         self._half = config.head_dim // 2
         self._dtype = dtype
 

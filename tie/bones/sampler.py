@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from tie.bones.errors import InputError, SamplingError
 from tie.bones.sampling import Floats, Ids, Sampled, SampleRow, SamplingParams, as_ids, check_ids
 
-__all__ = ["SampleRow", "Sampled", "SamplingParams", "sample"]
+__all__ = ["Floats", "SampleRow", "Sampled", "SamplingParams", "sample"]
 
 _BUCKET = 256  # of the two-level search in `_invert`
 _FIRST_NUCLEUS = 256  # tokens that the search for the nucleus sorts at first
@@ -28,22 +27,22 @@ _DRAWERS = 128 * 64  # below 2^-64 of the largest weight all share one
 Doubles = npt.NDArray[np.float64]
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+def sample(logits: Floats, rows: Sequence[SampleRow]) -> list[Sampled]:
     """Chooses one token per row. A pure function: same arguments, same result; `logits` are not changed.
 
     Args:
-        logits: `[rows, vocab_size]` float32 on the CPU.
+        logits: `[rows, vocab_size]` float32; a tensor of PyTorch's on the CPU is as good.
         rows: one for each row of `logits`.
 
     Raises:
         InputError: the shapes do not match, or a token id is outside the vocabulary.
         SamplingError: some rows leave no token to choose; it names them.
     """
-    if logits.dim() != 2 or len(rows) != len(logits) or logits.dtype != torch.float32:
+    table = np.asarray(logits)
+    if table.ndim != 2 or len(rows) != len(table) or table.dtype != np.float32:
         raise InputError("logits must be float32, one row for each row to sample")
     if not rows:
         return []
-    table: Floats = logits.numpy()
     chosen, largest = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.float32)
     sound = np.isfinite(table.max(axis=1))  # false where a logit is NaN or infinite
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows becomes infinite, and is found below

@@ -40,7 +40,9 @@ class RuntimeConfig(_Table, frozen=True):
     """The AFM Runtime: executor and scheduler."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["f32", "bf16"] = "bf16"
+    executor: Literal["torch", "native"] = "torch"  # native: the compiled CPU step; torch where that is not built
+    dtype: Literal["f32", "bf16"] = "bf16"  # of torch's weights
+    weights: Literal["q4", "q8", "bf16"] = "bf16"  # how native keeps them: 4 bits, 8 bits, or 16
     threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: one per core
     block_tokens: Count = 16
     kv_tokens: Count = 32768  # capacity of the paged KV pool, in tokens

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
+import numpy as np
 
 from tie.bones.errors import SamplingError
-from tie.bones.sampler import Sampled, SampleRow, sample
+from tie.bones.sampler import Floats, Sampled, SampleRow, sample
 from tie.proto import runtime_pb2
 from tie.runtime.choice import Choice
 from tie.runtime.jobs import Job, Jobs
@@ -37,7 +37,7 @@ class Row:
 
     job: Job
     choice: Choice
-    source: torch.Tensor
+    source: Floats
     index: int
     draft: tuple[int, ...] = ()
     accepted: int = 0
@@ -50,7 +50,7 @@ class Row:
 
     def keep(self) -> None:
         """Makes the logits its own: the next step may overwrite the batch's."""
-        self.source, self.index = self.source[self.index : self.index + 1 + len(self.draft)].clone(), 0
+        self.source, self.index = self.source[self.index : self.index + 1 + len(self.draft)].copy(), 0
 
     def follow(self, tokens: Sequence[int]) -> bool:
         """Moves on over tokens that were just appended; false when the draft is at its end, or guessed otherwise."""
@@ -78,7 +78,7 @@ class Chooser:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, plan: Plan, logits: torch.Tensor) -> None:
+    def add(self, plan: Plan, logits: Floats) -> None:
         """Takes a step's logits, `[sum of the slices' logits, vocab]`, in the plan's order."""
         index = 0
         for part in plan.slices:
@@ -155,9 +155,9 @@ class Chooser:
         return [(row, token) for (row, _), token in zip(ready, tokens, strict=True)]
 
 
-def _stacked(rows: Sequence[Row]) -> torch.Tensor:
-    """The rows' logits as one tensor; without a copy where they are all of a batch."""
+def _stacked(rows: Sequence[Row]) -> Floats:
+    """The rows' logits as one array; without a copy where they are all of a batch."""
     source = rows[0].source
     if all(row.source is source for row in rows):
         return source if len(rows) == len(source) else source[[row.index for row in rows]]
-    return torch.stack([row.source[row.index] for row in rows])
+    return np.stack([row.source[row.index] for row in rows])

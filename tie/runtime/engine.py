@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
+import numpy as np
 
 from tie.assets.tokenizer import Tokenizer
-from tie.bones.executor import Batch, SequenceSlice
+from tie.bones.batch import Batch, SequenceSlice
 from tie.daemon import log
 from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
@@ -43,8 +43,8 @@ _PATIENCE = 2.0  # a prompt may make the steps of those who decode this many tim
 class StepExecutor(Protocol):
     """What the engine needs of an executor; `tie.bones.executor.Executor` is one."""
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Float32 logits, `[sum of the slices' logits, vocab]`, in the batch's order."""
+    def forward(self, batch: Batch) -> Any:
+        """Float32 logits, an array or a CPU tensor, `[sum of the slices' logits, vocab]`, in the batch's order."""
 
     def block_view(self, block: int) -> memoryview:
         """The bytes of one block, in place and writable."""
@@ -233,7 +233,7 @@ class Engine:
         began = time.monotonic()
         self._restore()
         copies = tuple((copy.source, copy.target) for copy in plan.copies)
-        logits = self._executor.forward(Batch(tuple(map(_slice, plan.slices)), copies))
+        logits = np.asarray(self._executor.forward(Batch(tuple(map(_slice, plan.slices)), copies)))
         self._scheduler.computed(plan)
         self._chooser.add(plan, logits)
         self._chooser.choose()

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import torch
 from google.protobuf.message import DecodeError
 
 from kvxfer import seals
 from kvxfer.channel import Channel
 from kvxfer.errors import KvxferError, PeerDiedError, SealError
-from tie.bones.arena import TensorEntry, tensor_views
+from tie.bones.arena import TensorEntry, byte_views
 from tie.bones.errors import BonesError
 from tie.daemon.errors import PeerTimeoutError, ProtocolError, RefusedError
 from tie.proto import owner_pb2
@@ -40,7 +39,8 @@ class Weights:
         model: model id.
         release: of the bundle.
         config_json: the architecture, for `tie.bones.config.ModelConfig.from_json`.
-        tensors: read-only views into the owner's memory, by name.
+        arena: the owner's memory, mapped read-only.
+        entries: where each tensor lies in it, checked.
     """
 
     owner_instance: str
@@ -48,7 +48,8 @@ class Weights:
     model: str
     release: str
     config_json: str
-    tensors: dict[str, torch.Tensor]
+    arena: mmap.mmap
+    entries: tuple[TensorEntry, ...]
 
 
 def attach(path: Path, layout_id: str, *, timeout: float, progress: Callable[[int, int], None]) -> Weights:
@@ -120,7 +121,8 @@ def _take(attached: owner_pb2.Attached, descriptors: list[int]) -> Weights:
         raise ProtocolError("model owner: the tensor table does not match its hash")
     arena = mmap.mmap(descriptors[0], attached.arena_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
     try:
-        tensors = tensor_views(arena, _entries(table))
+        entries = _entries(table)
+        byte_views(arena, entries)  # checks them
     except BonesError as error:
         raise ProtocolError(f"model owner: {error}") from None
     return Weights(
@@ -129,17 +131,18 @@ def _take(attached: owner_pb2.Attached, descriptors: list[int]) -> Weights:
         model=attached.model,
         release=attached.release,
         config_json=attached.config_json,
-        tensors=tensors,
+        arena=arena,
+        entries=entries,
     )
 
 
-def _entries(table: bytes) -> list[TensorEntry]:
+def _entries(table: bytes) -> tuple[TensorEntry, ...]:
     parsed = owner_pb2.TensorTable()
     try:
         parsed.ParseFromString(table)
     except DecodeError:
         raise ProtocolError("model owner: the tensor table does not parse") from None
-    return [
+    return tuple(
         TensorEntry(tensor.name, tensor.dtype, tuple(tensor.shape), tensor.offset, tensor.bytes)
         for tensor in parsed.tensors
-    ]
+    )

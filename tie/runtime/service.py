@@ -3,7 +3,6 @@
 Everything of the AFM Runtime that does not know Triton; `triton_model` puts Triton in front of it.
 """
 
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from tie.assets.bundle import Bundle, open_bundle
 from tie.assets.manifest import TOKENIZER_FILE, Manifest
 from tie.assets.tokenizer import load_tokenizer
 from tie.bones.config import ModelConfig
-from tie.bones.executor import Executor
 from tie.daemon import log
 from tie.daemon.config import NodeConfig, RuntimeConfig
 from tie.daemon.errors import ConfigError
@@ -24,6 +22,7 @@ from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.control_server import ControlServer
 from tie.runtime.engine import Engine
+from tie.runtime.executors import Executor, layout_for, make_executor
 from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.jobs import Job, Sink
 from tie.runtime.kv_blocks import Format
@@ -54,22 +53,14 @@ class RuntimeService:
         self.instance_id = instance_id
         self._bundle = open_bundle(Path(config.model.bundle))
         manifest = self._bundle.manifest
-        layout = f"torch-{runtime.device}-{runtime.dtype}"
+        layout = layout_for(runtime)
         self._weights = attach(
             config.sockets.owner, layout, timeout=config.probe.start_deadline_s, progress=lambda _done, _total: None
         )
         if (self._weights.model, self._weights.release) != (manifest.model, manifest.release):
             raise ConfigError("the model owner serves another model than this node's bundle")
         model = ModelConfig.from_json(self._weights.config_json)
-        blocks = max(1, runtime.kv_tokens // runtime.block_tokens)
-        self._executor = Executor(
-            model,
-            self._weights.tensors,
-            num_blocks=blocks,
-            block_tokens=runtime.block_tokens,
-            dtype=runtime.dtype,
-            threads=runtime.threads or len(os.sched_getaffinity(0)),
-        )
+        self._executor = make_executor(runtime, model, self._weights, layout)
         self._grammars = GrammarCompiler(
             self._bundle.read(TOKENIZER_FILE).decode(), model.vocab_size, manifest.tokenizer.end_of_turn_ids
         )

@@ -12,6 +12,7 @@ import pytest
 from kvxfer import seals
 from kvxfer.channel import Channel, listen
 from kvxfer.errors import KvxferError
+from tie.bones.arena import tensor_views
 from tie.daemon.errors import PeerTimeoutError, ProtocolError, RefusedError
 from tie.proto import owner_pb2
 from tie.runtime.owner_client import attach
@@ -83,7 +84,7 @@ def test_waits_while_the_owner_loads_and_then_maps_without_a_copy(tmp_path):
     with owner(tmp_path, (loading, []), (attached(good), [arena, memfd(good)])) as path:
         weights = take(path, seen)
     assert seen == [(1, 2)]
-    assert weights.tensors["a"].tolist() == [1.0] * 4
+    assert tensor_views(weights.arena, weights.entries)["a"].tolist() == [1.0] * 4
     assert (weights.model, weights.generation) == ("m", 1)
 
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tie.bones.arena import DTYPES, TensorEntry, tensor_views
+from tie.bones.arena import WIDTHS, TensorEntry, tensor_views
 from tie.bones.errors import ArenaError
 
 SIZE = 4096
@@ -130,7 +130,7 @@ _INTEGER = st.integers(-(1 << 70), 1 << 70) | st.integers(0, SIZE)
         st.builds(
             TensorEntry,
             name=st.sampled_from("abcd"),
-            dtype=st.sampled_from([*DTYPES, "f64"]),
+            dtype=st.sampled_from([*WIDTHS, "f64"]),
             shape=st.lists(st.integers(0, 8) | _INTEGER, max_size=4).map(tuple),
             offset=st.integers(0, SIZE // 64).map(lambda unit: unit * 64) | _INTEGER,
             bytes=st.integers(0, 64) | _INTEGER,

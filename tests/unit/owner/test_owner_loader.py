@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from model_owner import loader
-from model_owner.loader import CancelledError, pack, round_to_bf16
+from model_owner import plain
+from model_owner.loader import pack
+from model_owner.plain import round_to_bf16
+from model_owner.source import CancelledError
 from tie.assets.build import create_bundle, read_source
 from tie.assets.bundle import open_bundle
 from tie.assets.sample import write_sample_model
@@ -65,7 +67,7 @@ def test_bfloat16_is_torchs_rounding_and_norms_stay(sample):
 
 
 def test_pieces_smaller_than_a_tensor(sample, monkeypatch):
-    monkeypatch.setattr(loader, "_PIECE_VALUES", 100)
+    monkeypatch.setattr(plain, "PIECE_VALUES", 100)
     packed = _pack(sample, "torch-cpu-f32")
     expected = _original(sample)
     assert all(torch.equal(view, expected[name]) for name, view in _views(packed).items())

@@ -1,0 +1,163 @@
+// Random models, batches and lies against the native library's border, for builds with sanitizers.
+//
+// Weights are random bytes, so that scales are anything, infinite and not a number included. What is computed is checked
+// elsewhere; here nothing may be read or written beyond its place, overflow, or race.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "model.h"
+
+using tie::Format;
+using tie::Matrix;
+using tie::Shape;
+
+namespace tie {
+struct Engine;
+}
+extern "C" {
+int32_t tie_native_new(const Shape*, uint64_t, int32_t, int32_t, tie::Engine**);
+void tie_native_free(tie::Engine*);
+uint64_t tie_native_block_bytes(const tie::Engine*);
+int32_t tie_native_matrix(tie::Engine*, int32_t, int32_t, int32_t, const void*, uint64_t);
+int32_t tie_native_vector(tie::Engine*, int32_t, int32_t, const void*, uint64_t);
+int32_t tie_native_cache(tie::Engine*, void*, uint64_t, int32_t);
+int32_t tie_native_step(tie::Engine*, int64_t, const int64_t*, const int64_t*, const int64_t*, const int64_t*,
+                        const int64_t*, int64_t, const int64_t*, int64_t, const int64_t*, int64_t, float*, int64_t);
+}
+
+namespace {
+
+std::mt19937_64 generator(1);
+
+int64_t between(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(generator); }
+
+void require(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "driver: %s\n", what);
+  std::exit(1);
+}
+
+// Memory of exactly the wanted size: what is read beyond it is noticed.
+using Memory = std::unique_ptr<uint8_t, decltype(&std::free)>;
+Memory memory(size_t bytes, bool random) {
+  void* data = nullptr;
+  require(posix_memalign(&data, 64, bytes) == 0, "no memory");
+  for (size_t i = 0; i < bytes; ++i) static_cast<uint8_t*>(data)[i] = random ? static_cast<uint8_t>(generator()) : 0;
+  return {static_cast<uint8_t*>(data), &std::free};
+}
+
+struct Subject {
+  Shape shape;
+  int blocks;
+  std::vector<Memory> kept;
+  tie::Engine* engine = nullptr;
+
+  ~Subject() { tie_native_free(engine); }
+
+  void matrix(int role, int layer, Format format, int rows, int columns) {
+    const size_t bytes = Matrix(format, rows, columns).bytes();
+    kept.push_back(memory(bytes, true));
+    require(tie_native_matrix(engine, role, layer, static_cast<int>(format), kept.back().get(), bytes - 64) != 0,
+            "a short matrix was taken");
+    require(tie_native_matrix(engine, role, layer, static_cast<int>(format), kept.back().get(), bytes) == 0,
+            "a matrix was refused");
+  }
+  void vector(int role, int layer, int count) {
+    const size_t bytes = static_cast<size_t>(tie::round_up(count, tie::kGroup)) * 4;
+    kept.push_back(memory(bytes, false));
+    float* values = reinterpret_cast<float*>(kept.back().get());
+    for (int i = 0; i < count; ++i) values[i] = static_cast<float>(between(-100, 100)) / 100;
+    require(tie_native_vector(engine, role, layer, values, bytes) == 0, "a vector was refused");
+  }
+};
+
+void make(Subject& s) {
+  const int kv_heads = static_cast<int>(between(1, 3));
+  s.shape = {static_cast<int>(between(1, 90)), static_cast<int>(between(1, 90)), 2,
+             kv_heads * static_cast<int>(between(1, 5)), kv_heads, 2 * static_cast<int>(between(1, 40)),
+             static_cast<int>(between(1, 60)), 200, static_cast<int>(between(0, 1) * between(1, 100)),
+             static_cast<int>(between(0, 1)), 1e-5f};
+  s.blocks = static_cast<int>(between(1, 40));
+  const Shape& shape = s.shape;
+  require(tie_native_new(&shape, sizeof shape, static_cast<int>(between(1, 3)), static_cast<int>(between(0, 200)),
+                         &s.engine) == 0, "a shape was refused");
+  const auto format = [] { return static_cast<Format>(between(0, 2)); };
+  const int inner = tie::round_up(shape.intermediate, tie::kGroup);
+  s.matrix(0, 0, format(), shape.vocab, shape.hidden);
+  s.matrix(1, 0, format(), shape.vocab, shape.hidden);
+  s.vector(0, 0, shape.head_dim / 2);
+  s.vector(1, 0, shape.hidden);
+  for (int layer = 0; layer < shape.layers; ++layer) {
+    s.matrix(2, layer, format(), shape.qkv_width(), shape.hidden);
+    s.matrix(3, layer, format(), shape.hidden, shape.query_width());
+    s.matrix(4, layer, format(), 2 * inner, shape.hidden);
+    s.matrix(5, layer, format(), shape.hidden, inner);
+    s.vector(2, layer, shape.hidden);
+    s.vector(3, layer, shape.hidden);
+    if (between(0, 1)) s.vector(4, layer, shape.qkv_width());
+    if (between(0, 1)) s.vector(5, layer, shape.hidden);
+    if (shape.qk_norm) {
+      s.vector(6, layer, shape.head_dim);
+      s.vector(7, layer, shape.head_dim);
+    }
+  }
+  const size_t bytes = s.blocks * tie_native_block_bytes(s.engine);
+  s.kept.push_back(memory(bytes, true));
+  require(tie_native_cache(s.engine, s.kept.back().get(), bytes - 2, s.blocks) != 0, "a short cache was taken");
+  require(tie_native_cache(s.engine, s.kept.back().get(), bytes, s.blocks) == 0, "a cache was refused");
+}
+
+// A batch that is mostly sound; `lies` chances in a hundred that any number is not. Whether it was carried out.
+bool step(Subject& s, int lies) {
+  const auto maybe = [&](int64_t value) {
+    if (between(0, 99) >= lies) return value;
+    const int64_t wild[] = {-1, 0, value + 1, value - 1, INT64_MIN, INT64_MAX, int64_t{1} << 32, 1000000};
+    return wild[between(0, 7)];
+  };
+  std::vector<int64_t> free_blocks, counts, starts, sizes, logits, tokens, blocks, copied;
+  for (int i = 0; i < s.blocks; ++i) free_blocks.push_back(i);
+  std::shuffle(free_blocks.begin(), free_blocks.end(), generator);
+  for (int64_t slices = between(1, 6); slices; --slices) {
+    const int64_t start = between(0, 1) * between(0, 120), count = between(0, 2) ? 1 : between(1, 60);
+    const size_t needed = static_cast<size_t>((start + count + 15) / 16);
+    if (needed > free_blocks.size()) break;
+    counts.push_back(maybe(count));
+    starts.push_back(maybe(start));
+    sizes.push_back(maybe(static_cast<int64_t>(needed)));
+    logits.push_back(maybe(between(0, count)));
+    for (int64_t i = 0; i < count; ++i) tokens.push_back(maybe(between(0, s.shape.vocab - 1)));
+    for (size_t i = 0; i < needed; ++i, free_blocks.pop_back()) blocks.push_back(maybe(free_blocks.back()));
+  }
+  if (counts.empty()) return false;
+  if (between(0, 3) == 0) copied = {maybe(between(0, s.blocks - 1)), maybe(between(0, s.blocks - 1))};
+  int64_t wanted = 0;
+  for (int64_t count : logits) wanted += count > 0 && count < 100 ? count : 0;
+  std::vector<float> out(static_cast<size_t>(wanted) * s.shape.vocab);
+  float none;
+  return tie_native_step(s.engine, static_cast<int64_t>(counts.size()), counts.data(), starts.data(), sizes.data(),
+                         logits.data(), tokens.data(), static_cast<int64_t>(tokens.size()), blocks.data(),
+                         static_cast<int64_t>(blocks.size()), copied.data(), static_cast<int64_t>(copied.size() / 2),
+                         out.empty() ? &none : out.data(), wanted) == 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int models = argc > 1 ? std::atoi(argv[1]) : 50;
+  int done = 0, refused = 0;
+  for (int i = 0; i < models; ++i) {
+    Subject subject;
+    make(subject);
+    for (int k = 0; k < 4; ++k) done += step(subject, 0);
+    for (int k = 0; k < 8; ++k) refused += !step(subject, 5);
+  }
+  std::printf("%d steps, %d refusals\n", done, refused);
+  require(done > models && refused > models, "too little was tried");
+  return 0;
+}

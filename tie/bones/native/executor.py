@@ -1,0 +1,191 @@
+"""The native executor: a model on the compiled forward step.
+
+The same interface as `tie.bones.executor.Executor`, with arrays for tensors: a node on this path needs no PyTorch.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tie.bones.batch import Batch, as_ints
+from tie.bones.config import ModelConfig
+from tie.bones.errors import InputError, WeightsError
+from tie.bones.native import library
+from tie.bones.native.packing import FORMATS, GROUP, PackedMatrix, Weights, layout
+from tie.bones.rope import rope_frequencies
+
+BLOCK_TOKENS: Final = 16
+SPINS: Final = 4000
+"""How often a thread that waits for the others looks before it sleeps: some tens of microseconds."""
+
+# As in api.cpp.
+_MATRICES: Final = {"embedding": 0, "head": 1, "qkv": 2, "output": 3, "gate_up": 4, "down": 5}
+_VECTORS: Final = {
+    "frequencies": 0, "norm": 1, "attention_norm": 2, "feed_forward_norm": 3, "qkv_bias": 4, "output_bias": 5,
+    "query_norm": 6, "key_norm": 7,
+}  # fmt: skip
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+class NativeExecutor:
+    """Runs a model with the native library.
+
+    Args:
+        config: of the model.
+        tensors: packed for the layout `native-<weights>` (see `packing.layout`): each tensor's bytes, uint8. Used where
+            they lie and never copied.
+        num_blocks: blocks of the KV pool.
+        block_tokens: tokens of a block: 16.
+        weights: how matrices are stored.
+        threads: that work on a step, the caller's among them.
+        level: instruction set, a key of `library.LEVELS`; None: the best.
+
+    Raises:
+        InputError: an argument is impossible, or the model's shape is not supported.
+        WeightsError: the tensors are not those of the model.
+        OSError: there is no native library for this machine.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Bytes],
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        weights: Weights,
+        threads: int,
+        level: str | None = None,
+    ) -> None:
+        if block_tokens != BLOCK_TOKENS:
+            raise InputError(f"the native executor's blocks have {BLOCK_TOKENS} tokens")
+        if num_blocks < 1:
+            raise InputError("the KV pool needs at least one block")
+        if weights not in FORMATS:
+            raise InputError(f"the weights must be one of {', '.join(FORMATS)}")
+        self.config = config
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self._library = library.load(level)
+        self.level = self._library.tie_native_level().decode()
+        self.name = f"native-{self.level}"
+        self.layout_id = f"native-{weights}"
+        self._engine = ctypes.c_void_p()
+        shape = library.Shape(
+            config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
+            config.head_dim, config.vocab_size, config.context_tokens, config.sliding_window or 0, config.qk_norm,
+            config.rms_norm_eps,
+        )  # fmt: skip
+        status = self._library.tie_native_new(
+            ctypes.byref(shape), ctypes.sizeof(shape), threads, SPINS, ctypes.byref(self._engine)
+        )
+        self._check(status, InputError)
+        self._kept: list[object] = []  # what the engine points to
+        self._take_weights(tensors, weights)
+        self.block_bytes = int(self._library.tie_native_block_bytes(self._engine))
+        # Anonymous memory: zero, on pages of its own, and taken from the machine only when it is first written.
+        self._pool = mmap.mmap(-1, num_blocks * self.block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pool = np.frombuffer(self._pool, np.uint8)
+        status = self._library.tie_native_cache(self._engine, pool.ctypes.data, pool.nbytes, num_blocks)
+        self._check(status, InputError)
+
+    def __del__(self) -> None:
+        """Ends the threads."""
+        if getattr(self, "_engine", None):
+            self._library.tie_native_free(self._engine)
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self.config.vocab_size
+
+    def block_view(self, block: int) -> memoryview:
+        """The bytes of one block, in place and writable: to export it, or to import one. Laid out as model.h says.
+
+        Raises:
+            InputError: no such block.
+        """
+        if not 0 <= block < self.num_blocks:
+            raise InputError("a block is outside the pool")
+        return memoryview(self._pool)[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def forward(self, batch: Batch) -> Floats:
+        """Computes a batch: copies blocks, files keys and values of every row, returns the logits that are asked for.
+
+        Returns:
+            `[sum of slice.logits, vocab_size]`, in batch order.
+
+        Raises:
+            InputError: the batch cannot be carried out; nothing was changed.
+        """
+        slices = batch.slices
+        tokens = [as_ints(item.tokens) for item in slices]
+        tables = [as_ints(item.blocks) for item in slices]
+        counts, table_sizes = _numbers([len(ids) for ids in tokens]), _numbers([len(table) for table in tables])
+        starts, wanted = _numbers([item.start for item in slices]), _numbers([item.logits for item in slices])
+        all_tokens, all_blocks = _joined(tokens), _joined(tables)
+        copies = _numbers(batch.copies)
+        rows = int(wanted.sum())
+        if not 0 <= rows <= len(all_tokens):
+            rows = 0  # some slice asks for an impossible number, and will be refused for it
+        logits = np.empty((rows, self.vocab_size), dtype=np.float32)
+        status = self._library.tie_native_step(
+            self._engine, len(slices), counts.ctypes.data, starts.ctypes.data, table_sizes.ctypes.data,
+            wanted.ctypes.data, all_tokens.ctypes.data, len(all_tokens), all_blocks.ctypes.data, len(all_blocks),
+            copies.ctypes.data, len(batch.copies), logits.ctypes.data, rows,
+        )  # fmt: skip
+        self._check(status, InputError)
+        return logits
+
+    def _take_weights(self, tensors: Mapping[str, Bytes], weights: Weights) -> None:
+        taken = set()
+        for item in layout(self.config, weights):
+            if item.name not in tensors:
+                raise WeightsError(f"the tensor {item.name} is missing")
+            taken.add(item.name)
+            self._take(item.name, tensors[item.name], item.weights if isinstance(item, PackedMatrix) else None)
+            if item.name == "embedding" and isinstance(item, PackedMatrix) and self.config.tie_word_embeddings:
+                self._take("head", tensors["embedding"], item.weights)
+        if extra := len(tensors.keys() - taken):
+            raise WeightsError(f"there are {extra} tensors that a model of this configuration does not have")
+        frequencies = rope_frequencies(self.config)
+        padded = np.zeros(-(-len(frequencies) // GROUP) * GROUP + 16, dtype=np.float32)
+        padded = padded[-padded.ctypes.data % 64 // 4 :][: len(padded) - 16]
+        padded[: len(frequencies)] = frequencies
+        self._take("frequencies", padded.view(np.uint8), None)
+
+    def _take(self, name: str, data: Bytes, weights: Weights | None) -> None:
+        """Tells the engine where one tensor lies."""
+        place, _, role = name.rpartition(".")
+        layer = int(place.removeprefix("layers.")) if place else 0
+        if not data.flags.c_contiguous:
+            raise WeightsError(f"the tensor {name} is not contiguous")
+        where = data.ctypes.data, data.nbytes
+        if weights is None:
+            status = self._library.tie_native_vector(self._engine, _VECTORS[role], layer, *where)
+        else:
+            status = self._library.tie_native_matrix(self._engine, _MATRICES[role], layer, FORMATS[weights], *where)
+        self._check(status, WeightsError)
+        self._kept.append(data)
+
+    def _check(self, status: int, error: type[InputError] | type[WeightsError]) -> None:
+        if status:
+            raise error(self._library.tie_native_message(status).decode())
+
+
+def _numbers(values: Sequence[int] | Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    try:
+        return np.array(values, dtype=np.int64)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InputError("lengths and positions must be whole numbers of ordinary size") from error
+
+
+def _joined(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """At least one element long, so that there is an address to give."""
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

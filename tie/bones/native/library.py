@@ -1,0 +1,98 @@
+"""The compiled forward step, as ctypes sees it: found, chosen for this machine's instruction set, and declared.
+
+The same sources are built several times, each for an instruction set, and the best one that this processor has is
+loaded. ctypes gives the interpreter lock up during each call.
+"""
+
+import ctypes
+import functools
+import importlib.machinery
+import os
+import platform
+from pathlib import Path
+from typing import Final
+
+LEVELS: Final[dict[str, frozenset[str]]] = {
+    "avx512": frozenset(
+        ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "avx2", "fma", "f16c", "bmi2")
+    ),
+    "avx2": frozenset(("avx2", "fma", "f16c", "bmi2")),
+    "portable": frozenset(),
+}
+"""Instruction sets, best first, with the processor flags (Linux's names) that each needs."""
+
+LEVEL_VARIABLE: Final = "TIE_NATIVE_LEVEL"
+"""Environment variable that chooses a level instead: for tests and measurements."""
+
+_i32, _i64, _u64, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
+
+
+class Shape(ctypes.Structure):
+    """`tie::Shape` of model.h, field by field."""
+
+    _fields_ = (
+        *((name, _i32) for name in (
+            "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "context", "window",
+            "qk_norm",
+        )),
+        ("eps", ctypes.c_float),
+    )  # fmt: skip
+
+
+def levels() -> tuple[str, ...]:
+    """The levels that are built and that this processor has, best first."""
+    return tuple(level for level, flags in LEVELS.items() if flags <= processor_flags() and _path(level) is not None)
+
+
+def available() -> bool:
+    """Whether there is a library for this machine. There is none where the package was built without a compiler."""
+    return bool(levels())
+
+
+@functools.cache
+def load(level: str | None = None) -> ctypes.CDLL:
+    """The library of a level, or of the best one (which the environment may override).
+
+    Raises:
+        OSError: it is not built, or this processor has not its instructions.
+    """
+    level = level or os.environ.get(LEVEL_VARIABLE) or next(iter(levels()), "portable")
+    path = _path(level) if level in LEVELS else None
+    if path is None or not LEVELS[level] <= processor_flags():
+        raise OSError(f"there is no native library of level {level} for this machine")
+    library = ctypes.CDLL(str(path))
+    library.tie_native_level.restype = ctypes.c_char_p
+    library.tie_native_message.restype = ctypes.c_char_p
+    library.tie_native_message.argtypes = (_i32,)
+    library.tie_native_new.argtypes = (ctypes.POINTER(Shape), _u64, _i32, _i32, ctypes.POINTER(_pointer))
+    library.tie_native_free.restype = None
+    library.tie_native_free.argtypes = (_pointer,)
+    library.tie_native_block_bytes.restype = _u64
+    library.tie_native_block_bytes.argtypes = (_pointer,)
+    library.tie_native_matrix.argtypes = (_pointer, _i32, _i32, _i32, _pointer, _u64)
+    library.tie_native_vector.argtypes = (_pointer, _i32, _i32, _pointer, _u64)
+    library.tie_native_cache.argtypes = (_pointer, _pointer, _u64, _i32)
+    library.tie_native_step.argtypes = (
+        _pointer, _i64, _pointer, _pointer, _pointer, _pointer, _pointer, _i64, _pointer, _i64, _pointer, _i64,
+        _pointer, _i64,
+    )  # fmt: skip
+    return library
+
+
+def _path(level: str) -> Path | None:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_{level}{suffix}")
+        if path.is_file():
+            return path
+    return None
+
+
+@functools.cache
+def processor_flags() -> frozenset[str]:
+    """What the processor has and the kernel lets programs use."""
+    if platform.machine() != "x86_64":
+        return frozenset()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()

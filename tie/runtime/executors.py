@@ -1,0 +1,80 @@
+"""Makes the executor that fits the weights: PyTorch's or the native one. Neither is imported before it is chosen."""
+
+import os
+from typing import Any, Protocol
+
+from tie.bones.arena import byte_views, tensor_views
+from tie.bones.batch import Batch
+from tie.bones.config import ModelConfig
+from tie.bones.layouts import NATIVE_PREFIX, layout_id
+from tie.daemon.config import RuntimeConfig
+from tie.runtime.owner_client import Weights
+
+
+class Executor(Protocol):
+    """What the runtime needs of an executor."""
+
+    @property
+    def layout_id(self) -> str:
+        """How it wants the weights; its name in the node's status."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV pool."""
+        ...
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens that a block holds."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that a block takes, over all layers."""
+        ...
+
+    def block_view(self, block: int) -> memoryview:
+        """The bytes of one block, in place and writable."""
+        ...
+
+    def forward(self, batch: Batch) -> Any:
+        """Float32 logits, an array or a tensor on the CPU, `[sum of the slices' logits, vocab]`."""
+        ...
+
+
+def layout_for(runtime: RuntimeConfig) -> str:
+    """The layout to ask the owner for."""
+    return layout_id(runtime.executor, device=runtime.device, dtype=runtime.dtype, weights=runtime.weights)
+
+
+def make_executor(runtime: RuntimeConfig, model: ModelConfig, weights: Weights, layout: str) -> Executor:
+    """An executor over the owner's memory.
+
+    Raises:
+        BonesError: the weights are not the model's, or the configuration does not suit it.
+        OSError: the native library cannot be loaded.
+    """
+    threads = runtime.threads or len(os.sched_getaffinity(0))
+    blocks = max(1, runtime.kv_tokens // runtime.block_tokens)
+    if layout.startswith(NATIVE_PREFIX):
+        from tie.bones.native.executor import NativeExecutor
+
+        return NativeExecutor(
+            model,
+            byte_views(weights.arena, weights.entries),
+            num_blocks=blocks,
+            block_tokens=runtime.block_tokens,
+            weights=runtime.weights,
+            threads=threads,
+        )
+    from tie.bones.executor import Executor as TorchExecutor
+
+    return TorchExecutor(
+        model,
+        tensor_views(weights.arena, weights.entries),
+        num_blocks=blocks,
+        block_tokens=runtime.block_tokens,
+        dtype=runtime.dtype,
+        threads=threads,
+    )
