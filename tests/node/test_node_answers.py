@@ -37,7 +37,7 @@ async def test_an_answer_streams(client, model):
 
 async def test_greedy_answers_are_the_same_and_seeds_count(client, model):
     assert (await ask(client, model)).text == (await ask(client, model)).text
-    one, again, other = [await ask(client, model, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    one, again, other = [await ask(client, model, temperature=1.0, seed=seed) for seed in (3, 3, 4)]
     assert one.text == again.text
     assert one.text != other.text
 

@@ -121,7 +121,7 @@ def test_an_instance_sees_itself_only(seen):
         assert view["pids"] == [str(view["pid"])]
         assert view["interfaces"] == ["lo"]
         assert set(view["etc"]) <= {"tie", "ld.so.cache"}
-        assert set(view["edges"]) == {"runtime", "assets"}
+        assert set(view["edges"]) == {"runtime", "assets", "store"}
         assert view["home"] == "PermissionError Permission denied"
 
 

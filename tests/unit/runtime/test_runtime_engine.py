@@ -213,9 +213,11 @@ def test_more_than_may_wait_are_busy_and_a_canary_is_not(node):
 
 def test_cancel_ends_within_a_step(node):
     engine, executor, _ = node
+    executor.gate.clear()
     job, sink = submit(engine, max_tokens=60, ignore_eos=True)
     assert executor.entered.wait(WAIT_S)
     engine.cancel(job)
+    executor.gate.set()
     assert sink.all()[-1].finished.reason == pb.REASON_CANCELLED
     engine.cancel(job)  # again: nothing happens
     assert idle(engine)
