@@ -36,6 +36,7 @@ from tie.proto import control_pb2
 START_S = 180.0
 ENGINE_S = 900.0
 LAYERS = ("engine", "triton", "app")
+CANARY = "probe.canary_deadline_s=60"  # one that waits behind the load of a busy machine is no error
 
 
 def options() -> argparse.Namespace:
@@ -85,8 +86,11 @@ class EngineAlone:
         )
 
     async def measured(self, seed: int) -> dict[str, object]:
+        process = psutil.Process(self._process.pid)
+        before = used(process)
         async with asyncio.timeout(ENGINE_S):
-            return await asyncio.to_thread(self._round, seed)
+            level = await asyncio.to_thread(self._round, seed)
+        return level | {"cpu_s": {"engine": round(used(process) - before, 2)}}
 
     def _round(self, seed: int) -> dict[str, object]:
         self._process.stdin.write(f"{seed}\n")
@@ -103,7 +107,9 @@ class EngineAlone:
 
 def layers(arguments: argparse.Namespace) -> dict[str, list[dict[str, object]]]:
     standby = arguments.standby if arguments.standby is not None else arguments.streams
-    local = LocalNode(bundle=arguments.bundle, overrides=[*arguments.overrides, f"cloudboard.standby={standby}"])
+    local = LocalNode(
+        bundle=arguments.bundle, overrides=[CANARY, f"cloudboard.standby={standby}", *arguments.overrides]
+    )
     alone = EngineAlone(arguments)
     try:
         asyncio.run(local.wait_for(control_pb2.STATE_AVAILABLE, START_S))
@@ -123,7 +129,9 @@ async def rounds(alone: EngineAlone, local: LocalNode, arguments: argparse.Names
         await settled(local, standby)
         for seed in range(arguments.rounds + 1):
             engine = await alone.measured(seed)
+            before = cpu(local)
             through = dataclasses.asdict(await measured(below, arguments, seed))
+            through["cpu_s"] = spent(before, cpu(local))
             before = cpu(local)
             level = await measured(above, arguments, seed)
             await settled(local, standby)  # the apps that stand by for the next round are this round's cost
@@ -136,6 +144,7 @@ async def rounds(alone: EngineAlone, local: LocalNode, arguments: argparse.Names
 
 async def settled(local: LocalNode, standby: int) -> None:
     """Waits until as many apps stand by as should, and no process of theirs starts any more."""
+    await local.wait_for(control_pb2.STATE_AVAILABLE, START_S)
     async with asyncio.timeout(START_S):
         while True:
             found = [*local.find("tie-cloud-app"), *local.find("cb_jobhelper")]
@@ -192,23 +201,31 @@ def report(figures: dict[str, list[dict]], arguments: argparse.Namespace) -> Non
         ]
         first = statistics.median(level["first_token_s"]["p50"] for level in levels)
         print(f"{layer:8} {'   '.join(shown)}   first text {first:.2f} s")
-    tokens = sum(level["completion_tokens"] for level in figures["app"])
+    print("processor time, ms per token (it says more than the clock where a machine is shared):")
+    for layer in LAYERS:
+        tokens = sum(level["completion_tokens"] for level in figures[layer])
+        parts = {
+            part: sum(level["cpu_s"][part] for level in figures[layer]) / tokens * 1e3
+            for part in figures[layer][0]["cpu_s"]
+        }
+        shown = ", ".join(f"{part} {taken:.2f}" for part, taken in parts.items() if taken >= 0.005)
+        print(f"{layer:8} {sum(parts.values()):6.2f}: {shown}")
     answers = sum(level["ok"] for level in figures["app"])
-    print("CPU of the app's rounds, per answer and per token:")
-    for part in figures["app"][0]["cpu_s"]:
-        seconds = sum(level["cpu_s"][part] for level in figures["app"])
-        print(f"  {part:28} {seconds / answers * 1e3:8.0f} ms {seconds / tokens * 1e3:8.2f} ms")
+    starts = sum(level["cpu_s"]["apps and job helpers"] for level in figures["app"])
+    print(f"apps and job helpers take {starts / answers * 1e3:.0f} ms an answer, most of it to start")
 
 
 def spread(levels: Sequence[dict], key: str) -> str:
-    values = [level[key] for level in levels]
-    return f"{statistics.median(values):6.1f} ({min(values):.0f}-{max(values):.0f})"
+    """Median, least and most; rounds in which all streams were never busy at once have no "full"."""
+    values = [level[key] for level in levels if level[key]]
+    return f"{statistics.median(values):6.1f} ({min(values):.0f}-{max(values):.0f})" if values else "not measured"
 
 
 def ratio(levels: Sequence[dict], engine: Sequence[dict], key: str) -> str:
     """The median of the rounds' own ratios: neighbours in time have the same machine."""
-    over = statistics.median(level[key] / alone[key] for level, alone in zip(levels, engine, strict=True))
-    return f"{over:6.1%}"
+    pairs = zip(levels, engine, strict=True)
+    ratios = [level[key] / alone[key] for level, alone in pairs if level[key] and alone[key]]
+    return f"{statistics.median(ratios):6.1%}" if ratios else ""
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import Tensor
 from tie.bones.batch import Span
 from tie.bones.config import ModelConfig
 
+_PATIENCE = 4  # times in a row that the same sequences decode together before anything is kept: to begin costs much
 _GROWTH = 64  # tokens of room for what comes; when it is used up, everything is gathered once more
 
 
@@ -36,6 +37,7 @@ class Held:
 @dataclass(slots=True, eq=False)
 class _Entry:
     ends: tuple[int, ...]
+    times: int
     storage: Tensor | None  # [layers, 2, sequences, kv_heads, capacity, dim]
 
 
@@ -74,13 +76,14 @@ class Gathered:
         known = self._entries.pop(key, None)
         storage = None
         targets = None
+        times = 1
         if known is not None and known.ends == tuple(span.start for span in spans):
-            storage = known.storage
+            storage, times = known.storage, known.times + 1
             if storage is not None and length <= storage.shape[-2]:
                 targets = self._targets(spans, storage.shape[-2])
-            else:  # the second time in a row: worth keeping
+            elif times >= _PATIENCE:
                 storage = self._allocate(len(spans), length + _GROWTH, storage)
-        self._next[key] = _Entry(tuple(span.end for span in spans), storage)
+        self._next[key] = _Entry(tuple(span.end for span in spans), times, storage)
         if storage is None:
             return None
         layers = storage.unbind()

@@ -31,13 +31,15 @@ from tie.runtime.kv_blocks import Restored
 from tie.runtime.metrics import EngineMetrics
 from tie.runtime.plan import Plan, PlannedSlice
 from tie.runtime.request import Bounds, Request
-from tie.runtime.scheduler import Limits, Scheduler
+from tie.runtime.scheduler import Beside, Limits, Scheduler
 from tie.runtime.speculation import Speculation
 from tie.runtime.step_cost import StepCost
 
 _POLL_S = 0.02  # how often deadlines are looked at while there is nothing to compute but somebody waits
 _IDLE_S = 1.0
-_PATIENCE = 2.0  # a prompt may make the steps of those who decode this many times as long
+# How many times as long a step of interactive answers may get by a prompt that somebody waits for, and by batch work.
+_PROMPT_PATIENCE = 1.75
+_BATCH_PATIENCE = 1.35
 
 
 class StepExecutor(Protocol):
@@ -74,6 +76,7 @@ class Engine:
         end_ids: the bundle's end-of-turn tokens.
         grammars: compiles grammars.
         speculation: whether drafts are made where they pay.
+        clock: seconds, by which the cost of steps is measured.
         on_failure: called once, on the step thread, when the executor has failed.
     """
 
@@ -89,6 +92,7 @@ class Engine:
         grammars: GrammarCompiler,
         on_failure: Callable[[], None],
         speculation: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.bounds = bounds
         self.metrics = EngineMetrics()
@@ -96,6 +100,7 @@ class Engine:
         self._pool = pool
         self._grammars = grammars
         self._on_failure = on_failure
+        self._clock = clock
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
         # Shared between threads, guarded by _wake:
         self._wake = threading.Condition()
@@ -230,14 +235,14 @@ class Engine:
             self._on_failure()
 
     def _step(self, plan: Plan) -> None:
-        began = time.monotonic()
+        began = self._clock()
         self._restore()
         copies = tuple((copy.source, copy.target) for copy in plan.copies)
         logits = np.asarray(self._executor.forward(Batch(tuple(map(_slice, plan.slices)), copies)))
         self._scheduler.computed(plan)
         self._chooser.add(plan, logits)
         self._chooser.choose()
-        self._record(plan, time.monotonic() - began)
+        self._record(plan, self._clock() - began)
 
     def _restore(self) -> None:
         """Copies what was received into the blocks of sequences that have just got theirs."""
@@ -250,13 +255,15 @@ class Engine:
                     job.restored.close()
                     job.restored = None
 
-    def _pace(self, decodes: int) -> int:
+    def _pace(self, decodes: int, kind: Beside) -> int:
         """How many tokens a step may compute beside so many interactive sequences that decode."""
+        limit = self._scheduler.limits.step_tokens
         alone = self._decode_cost.seconds(decodes)
-        return self._scheduler.limits.step_tokens if alone is None else self._prompt_rows(_PATIENCE * alone)
-
-    def _prompt_rows(self, seconds: float) -> int:
-        return self._prompt_cost.rows_within(seconds, self._scheduler.limits.step_tokens)
+        if alone is None:
+            return limit
+        cost = self._decode_cost if kind is Beside.DECODES else self._prompt_cost
+        patience = _PROMPT_PATIENCE if kind is Beside.INTERACTIVE_PROMPTS else _BATCH_PATIENCE
+        return cost.rows_within(patience * alone, limit)
 
     def _read_inbox(self) -> None:
         with self._wake:

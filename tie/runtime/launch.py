@@ -95,6 +95,9 @@ def prepare(config_path: Path) -> dict[str, str]:
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         **LIBRARY_CACHES,
         "OMP_NUM_THREADS": str(threads),
+        # The machine is shared with apps and daemons. Threads that spin while they wait for one that was put off take
+        # the very core that it needs: a step of two spinning threads was seen to take ten times as long.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONDONTWRITEBYTECODE": "1",
     }

@@ -30,6 +30,7 @@ sequence gets that right after `BATCH_SHARE` interactive admissions (5), and the
 interactive one waits behind guests (5), or for another's prompt to end (2), (3).
 """
 
+import enum
 from collections.abc import Callable, Iterator
 
 from tie.runtime.admission import BATCH_SHARE, Admission, Limits
@@ -39,12 +40,21 @@ from tie.runtime.queues import Queues
 from tie.runtime.residency import Residency
 from tie.runtime.sequence import Phase, Priority, Sequence
 
-__all__ = ["Limits", "Pace", "Plan", "PlannedSlice", "QueueFullError", "Scheduler"]
+__all__ = ["Beside", "Limits", "Pace", "Plan", "PlannedSlice", "QueueFullError", "Scheduler"]
 
-LEAST = 8
+LEAST = 4
 
-Pace = Callable[[int], int]
-"""How many tokens a step may compute when so many interactive sequences decode in it."""
+
+class Beside(enum.Enum):
+    """What else there is to do while interactive answers are being written."""
+
+    INTERACTIVE_PROMPTS = "interactive prompts"  # and perhaps more
+    BATCH_PROMPTS = "batch prompts"
+    DECODES = "decodes"
+
+
+Pace = Callable[[int, Beside], int]
+"""How many tokens a step may compute when so many interactive sequences decode in it, beside something else."""
 
 
 class QueueFullError(Exception):
@@ -140,7 +150,7 @@ class Scheduler:
         first = [entry for entry in decodes if entry.priority is not Priority.BATCH]
         budget = self.limits.step_tokens
         if pace is not None and first:
-            budget = min(budget, max(pace(len(first)), len(first) + LEAST))
+            budget = min(budget, max(pace(len(first), _beside(prompts)), len(first) + LEAST))
         left = budget - len(first)
         batch = sorted((entry for entry in decodes if entry.priority is Priority.BATCH), key=lambda entry: entry.served)
         if prompts:
@@ -179,6 +189,13 @@ class Scheduler:
             return kind, (0 if oldest_first else sequence.remaining), sequence.order
 
         return sorted(prompts, key=rank)
+
+
+def _beside(prompts: list[Sequence]) -> Beside:
+    if not prompts:
+        return Beside.DECODES
+    batch = all(entry.priority is Priority.BATCH for entry in prompts)
+    return Beside.BATCH_PROMPTS if batch else Beside.INTERACTIVE_PROMPTS
 
 
 def _part(sequence: Sequence, known: int, draft: tuple[int, ...] = ()) -> PlannedSlice:

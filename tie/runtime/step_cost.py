@@ -37,14 +37,19 @@ class StepCost:
         self._curve = list(falling)[::-1]
 
     def seconds(self, rows: int) -> float | None:
-        """The cost of `rows`, None while nothing is known. Beyond the most rows seen: as these, so that it is tried."""
+        """The cost of `rows`, None while nothing is known.
+
+        Beyond the most rows seen: as these, so that it is tried. Below the fewest: half of the cost goes with the rows.
+        """
         if not self._rows:
             return None
         right = bisect.bisect_left(self._rows, rows)
         if right == len(self._rows):
             return self._curve[-1]
-        if right == 0 or self._rows[right] == rows:
+        if self._rows[right] == rows:
             return self._curve[right]
+        if right == 0:
+            return self._curve[0] * (0.5 + 0.5 * rows / self._rows[0])
         share = (rows - self._rows[right - 1]) / (self._rows[right] - self._rows[right - 1])
         return (1 - share) * self._curve[right - 1] + share * self._curve[right]
 

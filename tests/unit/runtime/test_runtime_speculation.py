@@ -45,9 +45,9 @@ def known(**seconds: float) -> StepCost:
     return cost
 
 
-def test_cost_is_interpolated_and_flat_beyond_what_was_seen():
+def test_cost_is_interpolated_and_guessed_beyond_what_was_seen():
     cost = known(r2=1.0, r4=2.0)
-    assert [cost.seconds(rows) for rows in (1, 2, 3, 4, 9)] == [1.0, 1.0, 1.5, 2.0, 2.0]
+    assert [cost.seconds(rows) for rows in (1, 2, 3, 4, 9)] == [0.75, 1.0, 1.5, 2.0, 2.0]
     assert StepCost().seconds(1) is None
 
 
