@@ -32,6 +32,7 @@ from tie.assets.tensors import TensorIndex, check_tensors
 from tie.assets.tokenizer import Tokenizer
 from tie.daemon.errors import BundleError
 
+_WEIGHTS: Final = frozenset({".gguf", ".safetensors"})
 _FICLONE: Final = 0x40049409  # ioctl_ficlone(2)
 # How a file system, a sandbox or a kernel says that it cannot share blocks between these two files.
 _CANNOT_CLONE: Final = frozenset(
@@ -73,18 +74,18 @@ def create_bundle(
 
     Args:
         source: the model.
-        destination: a directory that does not exist yet, or holds the same bundle.
+        destination: a directory that does not exist yet, is empty, or holds the same bundle.
         model: its id; default: made from the source's name.
         release: default: made from the content's hashes.
         system_prompts: texts to register, by name.
-        force: replace what is there.
+        force: replace a bundle that is there, also a damaged one. Nothing else is ever replaced.
         progress: is told of weight bytes done; each is counted three times: hashed, placed, verified.
 
     Returns:
         The bundle; the existing one when it is the same and whole.
 
     Raises:
-        BundleExistsError: something else is there and `force` is false.
+        BundleExistsError: something else is there, or another bundle and `force` is false.
         BundleError: the model is inconsistent, or cannot be read or written.
     """
     check_tensors(source.architecture, source.tensors, {name: _size(path) for name, path in source.weights.items()})
@@ -120,9 +121,11 @@ def create_bundle(
         if existing is not None:
             existing.verify(progress)
             return existing
-        if not force:
+        if not _replaceable(destination):
+            raise BundleExistsError(f"{destination} exists and is no bundle", hint="choose another place")
+        if not force and any(destination.iterdir()):
             raise BundleExistsError(
-                f"{destination} exists and is another bundle, or none", hint="choose another place, or use --force"
+                f"{destination} exists and is another bundle", hint="choose another place, or use --force"
             )
     _write(destination, texts | {MANIFEST_FILE: encoded}, source.weights, progress)
     return open_bundle(destination)
@@ -166,6 +169,19 @@ def _existing(destination: Path, encoded: bytes) -> Bundle | None:
     except BundleError:
         return None
     return existing if manifests.encode(existing.manifest) == encoded else None
+
+
+def _replaceable(destination: Path) -> bool:
+    """Whether nothing but a bundle, whole or damaged, would be lost with `destination`."""
+    try:
+        entries = list(destination.iterdir())
+    except OSError:
+        return False
+    mine = {MANIFEST_FILE, TOKENIZER_FILE, TENSORS_FILE, CHAT_TEMPLATE_FILE}
+    return not entries or (
+        any(entry.name == MANIFEST_FILE for entry in entries)
+        and all(entry.is_file() and (entry.name in mine or entry.suffix in _WEIGHTS) for entry in entries)
+    )
 
 
 def _write(

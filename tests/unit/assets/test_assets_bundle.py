@@ -166,3 +166,25 @@ def test_base_model_has_no_system_prompts(source, tmp_path):
     made = create_bundle(read_source(source), tmp_path / "out")
     assert "chat_template.jinja" not in made.manifest.files
     assert msgspec.json.decode((tmp_path / "out" / "manifest.json").read_bytes())["weights_format"] == "safetensors"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "notes.txt"])
+def test_force_replaces_bundles_and_nothing_else(source, tmp_path, name):
+    mine = tmp_path / "work" / "src"
+    mine.mkdir(parents=True)
+    (mine / "program.py").write_text("mine")
+    (tmp_path / "work" / name).write_text("{}")
+    with pytest.raises(BundleExistsError, match="is no bundle"):
+        create_bundle(read_source(source), tmp_path / "work", force=True)
+    assert (mine / "program.py").read_text() == "mine"
+
+
+def test_force_replaces_a_damaged_bundle(source, tmp_path):
+    create_bundle(read_source(source), tmp_path / "out")
+    (tmp_path / "out" / "manifest.json").write_text("{")
+    create_bundle(read_source(source), tmp_path / "out", force=True).verify()
+
+
+def test_an_empty_directory_is_taken(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    create_bundle(read_source(source), tmp_path / "out").verify()
