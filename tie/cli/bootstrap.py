@@ -161,6 +161,8 @@ def set_up_anew(wanted: str) -> None:
 def fingerprint() -> str:
     """Changes whenever the environment has to be made anew."""
     parts = [LOCK.read_bytes(), (ROOT / "pyproject.toml").read_bytes()]
+    native = ROOT / "tie" / "bones" / "native"  # compiled when the project is installed
+    parts += [path.read_bytes() for path in sorted([*native.glob("*.h"), *native.glob("*.cpp")])]
     parts += [item.encode() for item in (str(ROOT), TORCH, VERSION)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
@@ -172,6 +174,9 @@ def for_the_node() -> list[str]:
         missing.append(f"libpython{VERSION}")
     if importlib.util.find_spec("ensurepip") is None:
         missing.append(f"python{VERSION}-venv")
+    # For bones' native step. Without a compiler it is left out and PyTorch computes: nobody must become root for it.
+    if shutil.which("g++") is None and os.geteuid() == 0 and shutil.which("apt-get") is not None:
+        missing.append("g++")
     return missing
 
 

@@ -214,6 +214,9 @@ const float** place(Engine& engine, int32_t role, int32_t layer, int& count) {
 
 using namespace tie;
 
+// Counts changes of this border, so that a library left over from an older build is not called: see library.py.
+TIE_EXPORT int32_t tie_native_border() { return 1; }
+
 TIE_EXPORT const char* tie_native_level() { return kLevel; }
 
 TIE_EXPORT const char* tie_native_message(int32_t status) {

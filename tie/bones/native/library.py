@@ -24,6 +24,8 @@ LEVELS: Final[dict[str, frozenset[str]]] = {
 LEVEL_VARIABLE: Final = "TIE_NATIVE_LEVEL"
 """Environment variable that chooses a level instead: for tests and measurements."""
 
+_BORDER: Final = 1  # as api.cpp has it
+
 _i32, _i64, _u64, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 
 
@@ -54,13 +56,15 @@ def load(level: str | None = None) -> ctypes.CDLL:
     """The library of a level, or of the best one (which the environment may override).
 
     Raises:
-        OSError: it is not built, or this processor has not its instructions.
+        OSError: it is not built, or not from these sources, or this processor has not its instructions.
     """
     level = level or os.environ.get(LEVEL_VARIABLE) or next(iter(levels()), "portable")
     path = _path(level) if level in LEVELS else None
     if path is None or not LEVELS[level] <= processor_flags():
         raise OSError(f"there is no native library of level {level} for this machine")
     library = ctypes.CDLL(str(path))
+    if not hasattr(library, "tie_native_border") or library.tie_native_border() != _BORDER:
+        raise OSError(f"the native library of level {level} is left over from another build: install the package again")
     library.tie_native_level.restype = ctypes.c_char_p
     library.tie_native_message.restype = ctypes.c_char_p
     library.tie_native_message.argtypes = (_i32,)
