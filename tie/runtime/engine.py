@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,22 +33,13 @@ from tie.runtime.request import Bounds, Request
 from tie.runtime.scheduler import Beside, Limits, Scheduler
 from tie.runtime.speculation import Speculation
 from tie.runtime.step_cost import StepCost
+from tie.runtime.step_executor import StepExecutor
 
 _POLL_S = 0.02  # how often deadlines are looked at while there is nothing to compute but somebody waits
 _IDLE_S = 1.0
 # How many times as long a step of interactive answers may get by a prompt that somebody waits for, and by batch work.
 _PROMPT_PATIENCE = 1.75
 _BATCH_PATIENCE = 1.35
-
-
-class StepExecutor(Protocol):
-    """What the engine needs of an executor; `tie.bones.executor.Executor` is one."""
-
-    def forward(self, batch: Batch) -> Any:
-        """Float32 logits, an array or a CPU tensor, `[sum of the slices' logits, vocab]`, in the batch's order."""
-
-    def block_view(self, block: int) -> memoryview:
-        """The bytes of one block, in place and writable."""
 
 
 @dataclass(frozen=True, slots=True)
