@@ -68,7 +68,7 @@ class Runtime:
         wait_until(ready, START_S, f"runtime ready; {self.log.read_text(errors='replace')[-2000:]}")
         self.ready_s = time.monotonic() - self.began
         self.members = set(psutil.Process(self.process.pid).children(recursive=True))
-        commands = {entry: " ".join(entry.cmdline()[:4]) for entry in self.members}
+        commands = {entry: " ".join(entry.cmdline()[:5]) for entry in self.members}
         for role, pattern in ROLES.items():
             (self.roles[role],) = [entry for entry, command in commands.items() if pattern in command]
         return self
