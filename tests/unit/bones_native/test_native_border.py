@@ -215,14 +215,15 @@ def test_a_step_before_the_weights_is_refused():
 def test_threads_end_with_the_executor(make):
     before = _threads()
     executor = make(threads=5)
-    assert _threads() == before + 4
+    own = _threads() - before
+    assert len(own) >= 4
     del executor
-    assert _threads() == before
+    # Whatever else this process started meanwhile may stay.
+    assert len(own & _threads()) <= len(own) - 4
 
 
-def _threads() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Threads:"))
+def _threads() -> set[str]:
+    return {path.name for path in Path("/proc/self/task").iterdir()}
 
 
 def test_an_array_of_any_integers_serves(make):
