@@ -77,6 +77,10 @@ def main() -> int:
     except SetupError as error:
         print(f"run: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"run: cannot set up {ROOT}: {error}", file=sys.stderr)
+        print("  Is it another user's, or read-only, or the disk full? A clone of your own may do.", file=sys.stderr)
+        return 1
     if command == "demo":
         execute("tie", "demo", *arguments)
     if command == "tie":

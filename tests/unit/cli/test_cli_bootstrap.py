@@ -119,3 +119,15 @@ def test_an_environment_without_its_programs_is_not_set_up(monkeypatch, tmp_path
         (programs / name).touch()
         bootstrap.STAMP.write_text("wanted")
     assert bootstrap.is_set_up("wanted")
+
+
+def test_a_checkout_that_is_not_ours_is_said_to_be(monkeypatch, capsys):
+    def is_set_up(wanted):
+        raise PermissionError(13, "Permission denied", "/another/.venv/bin/python")
+
+    monkeypatch.setattr(bootstrap, "is_set_up", is_set_up)
+    monkeypatch.setattr(bootstrap.sys, "argv", ["run", "setup"])
+    assert bootstrap.main() == 1
+    said = capsys.readouterr().err
+    assert "Permission denied: '/another/.venv/bin/python'" in said
+    assert "clone of your own" in said

@@ -177,7 +177,8 @@ def test_forced_tokens_are_not_sampled_and_read_the_same(engine, tokenizer):
     assert end.completion_tokens == 18
     assert end.reason == pb.REASON_STOP_TOKEN
     assert rows <= 5  # of 18 tokens
-    assert max(len(part.tokens) for batch in engine._executor.batches for part in batch.slices) > 5
+    longest = max(len(part.tokens) for batch in engine._executor.batches for part in batch.slices)
+    assert longest >= 5  # a run of forced ones, in one step
 
 
 @pytest.mark.parametrize(
