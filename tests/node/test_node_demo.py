@@ -31,6 +31,8 @@ def test_a_demonstration_that_cannot_start_says_why(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_outlives_a_demonstration_that_is_ended(bundle, number):
+    # A shell starts background jobs with SIGINT ignored, and everything below them inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "tie.cli.main", "demo", "--bundle", str(bundle)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
         top = psutil.Process(demo.pid)
