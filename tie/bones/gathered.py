@@ -5,7 +5,6 @@ What is kept is a copy; the pool stays complete. It is used only where the slice
 still what the pool holds.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from tie.bones.batch import Span
 from tie.bones.config import ModelConfig
 
-_PATIENCE = 8  # times in a row that the same sequences decode together before anything is kept: to begin costs much
+_PATIENCE = 4  # times in a row that the same sequences decode together before anything is kept: to begin costs much
 _GROWTH = 64  # tokens of room for what comes; when it is used up, everything is gathered once more
 
 
@@ -39,8 +38,7 @@ class Held:
 class _Entry:
     ends: tuple[int, ...]
     times: int
-    memory: Tensor | None
-    storage: Tensor | None  # of that memory, [layers, 2, sequences, kv_heads, capacity, dim]
+    storage: Tensor | None  # [layers, 2, sequences, kv_heads, capacity, dim]
 
 
 class Gathered:
@@ -59,12 +57,9 @@ class Gathered:
         self._entries: dict[tuple[int, ...], _Entry] = {}
         self._next: dict[tuple[int, ...], _Entry] = {}
         self._bytes = 0
-        self._spare: Tensor | None = None  # memory of what was let go: to touch new pages costs more than to fill them
 
     def begin(self) -> None:
         """A forward pass begins. What the last one did not use is let go."""
-        for entry in self._entries.values():
-            self._reuse(entry.memory)
         self._entries, self._next = self._next, {}
         self._bytes = sum(entry.storage.nbytes for entry in self._entries.values() if entry.storage is not None)
 
@@ -79,43 +74,30 @@ class Gathered:
             return None
         key = tuple(span.residence for span in spans if span.residence is not None)
         known = self._entries.pop(key, None)
-        memory = storage = targets = None
+        storage = None
+        targets = None
         times = 1
         if known is not None and known.ends == tuple(span.start for span in spans):
-            memory, storage, times = known.memory, known.storage, known.times + 1
+            storage, times = known.storage, known.times + 1
             if storage is not None and length <= storage.shape[-2]:
                 targets = self._targets(spans, storage.shape[-2])
             elif times >= _PATIENCE:
-                self._reuse(memory)
-                memory, storage = self._allocate(len(spans), length, storage)
-        self._next[key] = _Entry(tuple(span.end for span in spans), times, memory, storage)
+                storage = self._allocate(len(spans), length + _GROWTH, storage)
+        self._next[key] = _Entry(tuple(span.end for span in spans), times, storage)
         if storage is None:
             return None
         layers = storage.unbind()
         return Held(layers, tuple(layer.view(-1, layer.shape[-1]) for layer in layers), targets)
 
-    def _reuse(self, memory: Tensor | None) -> None:
-        if memory is not None and (self._spare is None or memory.numel() > self._spare.numel()):
-            self._spare = memory
-
-    def _allocate(
-        self, sequences: int, length: int, former: Tensor | None
-    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def _allocate(self, sequences: int, capacity: int, former: Tensor | None) -> Tensor | None:
         config = self._config
-        shape = (config.num_layers, 2, sequences, config.num_kv_heads, length + _GROWTH, config.head_dim)
-        count = math.prod(shape)
-        size = count * self._dtype.itemsize
+        shape = (config.num_layers, 2, sequences, config.num_kv_heads, capacity, config.head_dim)
+        size = int(np.prod(shape)) * self._dtype.itemsize
         self._bytes += size - (0 if former is None else former.nbytes)
         if self._bytes > self._most_bytes:
             self._bytes -= size
-            return None, None
-        if self._spare is not None and self._spare.numel() >= count:
-            memory, self._spare = self._spare, None
-        else:
-            memory = torch.empty(count, dtype=self._dtype)
-        storage = memory[:count].view(shape)
-        storage[..., length:, :].zero_()  # what is masked still enters sums, times 0
-        return memory, storage
+            return None
+        return torch.zeros(shape, dtype=self._dtype)  # what is masked still enters sums, times 0
 
     def _targets(self, spans: Sequence[Span], capacity: int) -> Tensor:
         kv_heads = self._config.num_kv_heads

@@ -39,7 +39,7 @@ _POLL_S = 0.02  # how often deadlines are looked at while there is nothing to co
 _IDLE_S = 1.0
 # How many times as long a step of interactive answers may get by a prompt that somebody waits for, and by batch work.
 _PROMPT_PATIENCE = 1.75
-_BATCH_PATIENCE = 1.25
+_BATCH_PATIENCE = 1.35
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ import random
 
 import torch
 
-from tie.bones import gathered
 from tie.bones.executor import Batch, SequenceSlice
 
 BLOCK = 4
@@ -48,8 +47,7 @@ class Player:
             self.logits.append(self.executor.forward(Batch(tuple(slices))))
 
 
-def test_logits_are_the_same_as_without(make_executor, monkeypatch):
-    monkeypatch.setattr(gathered, "_PATIENCE", 2)
+def test_logits_are_the_same_as_without(make_executor):
     kept = 0
     for seed in range(10):
         players = [
@@ -63,11 +61,11 @@ def test_logits_are_the_same_as_without(make_executor, monkeypatch):
             assert not players[1].executor._attention._gathered._next
         for ours, plain in zip(*(player.logits for player in players), strict=True):
             assert torch.allclose(ours, plain, atol=1e-4)
-    assert kept > 200
+    assert kept > 100
 
 
 def test_no_more_is_kept_than_may_be(make_executor):
     executor = make_executor(num_blocks=4, block_tokens=BLOCK)  # half of it is less than the room for growth
-    for start in range(16):
-        executor.forward(Batch((SequenceSlice([1], start, [0, 1, 2, 3], 1, 7),)))
+    for start in range(8):
+        executor.forward(Batch((SequenceSlice([1], start, [0, 1], 1, 7),)))
     assert all(entry.storage is None for entry in executor._attention._gathered._next.values())
