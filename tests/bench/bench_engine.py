@@ -86,17 +86,15 @@ PHASES = {
 @contextmanager
 def measured(engine: Engine, clock: Clock) -> Iterator[None]:
     """Times the engine's phases from within; white-box, like a profiler."""
-    executor = engine._executor
-    attention = getattr(executor, "_attention", None)  # of the PyTorch executor; the native one gathers nothing
+    executor, attention = engine._executor, engine._executor._attention
     kept = chooser.sample, chooser.Choice.accept
     engine._speculation.draft = clock.around("draft", engine._speculation.draft)
     engine._scheduler.plan = clock.around("plan", engine._scheduler.plan)
     engine._step = clock.step(engine._step)
     executor.forward = clock.around("forward", executor.forward)
-    if attention is not None:
-        attention.plan = clock.around("lay out", attention.plan)
-        attention.attend = clock.around("attend", attention.attend)
-        attention.gather = clock.around("gather", attention.gather)
+    attention.plan = clock.around("lay out", attention.plan)
+    attention.attend = clock.around("attend", attention.attend)
+    attention.gather = clock.around("gather", attention.gather)
     engine._chooser.choose = clock.around("choose", engine._chooser.choose)
     engine._jobs.deliver = clock.around("events", engine._jobs.deliver)
     chooser.sample = clock.around("sample", chooser.sample)
@@ -129,12 +127,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--greedy", action="store_true", help="else temperature 0.8 and top-p 0.95")
     parser.add_argument("--speculation", action="store_true")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     bundle = options.bundle or demo_bundle(cache_dir() / "demo-bundle").directory
     overrides = [f"runtime.threads={options.threads}", f"runtime.max_running={max(32, options.streams)}"]
     overrides.append(f"runtime.speculation={'auto' if options.speculation else 'off'}")
-    overrides += options.overrides
     sampling = runtime_pb2.Sampling() if options.greedy else runtime_pb2.Sampling(temperature=0.8, top_p=0.95)
     clock = Clock(options.streams)
     with running(bundle, overrides) as (service, _):

@@ -102,9 +102,7 @@ def _draw(x: Floats, largest: float, row: SampleRow) -> int:
         ids = survivors if ids is None else ids[survivors]
         kept = kept[survivors]
     # Relative to the likeliest token, whose weight is 1.
-    weights: Floats = kept - np.float32(largest)
-    weights /= np.float32(params.temperature)
-    np.exp(weights, out=weights)
+    weights: Doubles = np.exp((kept.astype(np.float64) - largest) / params.temperature)
     least = params.min_p
     if 0 < params.top_p < 1:
         least = max(least, _nucleus(weights, params.top_p))
@@ -117,16 +115,14 @@ def _draw(x: Floats, largest: float, row: SampleRow) -> int:
     return choice if ids is None else int(ids[choice])
 
 
-def _nucleus(weights: Floats | Doubles, top_p: float) -> float:
+def _nucleus(weights: Doubles, top_p: float) -> float:
     """The least weight in the smallest set of largest weights that has `top_p` of the sum."""
-    goal = top_p * weights.sum(dtype=np.float64)
+    goal = top_p * weights.sum()
     few = len(weights) > _FIRST_NUCLEUS  # mostly enough
-    largest: Floats | Doubles = np.sort(weights[weights >= _kth_largest(weights, _FIRST_NUCLEUS)] if few else weights)[
-        ::-1
-    ]
-    sums = largest.cumsum(dtype=np.float64)
+    largest: Doubles = np.sort(weights[weights >= _kth_largest(weights, _FIRST_NUCLEUS)] if few else weights)[::-1]
+    sums = largest.cumsum()
     if sums[-1] < goal and len(largest) < len(weights):
-        return _wide_nucleus(weights.astype(np.float64, copy=False), goal)
+        return _wide_nucleus(weights, goal)
     return float(largest[min(np.searchsorted(sums, goal), len(largest) - 1)])
 
 
@@ -162,16 +158,16 @@ def _kth_largest(values: Floats | Doubles, k: int) -> np.floating[Any]:
     return kth
 
 
-def _invert(weights: Floats | Doubles, uniform: float) -> int:
+def _invert(weights: Doubles, uniform: float) -> int:
     """The index at which the running sum of weights passes `uniform` of the whole: never one of weight 0.
 
     In two levels, as summing up a large vocabulary costs ten times its mere sum.
     """
-    sums = np.add.reduceat(weights, np.arange(0, len(weights), _BUCKET), dtype=np.float64).cumsum()
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), _BUCKET)).cumsum()
     goal = uniform * sums[-1]
     bucket = min(int(np.searchsorted(sums, goal, side="right")), int(np.flatnonzero(np.diff(sums, prepend=0.0))[-1]))
     inside = weights[bucket * _BUCKET : (bucket + 1) * _BUCKET]
-    within = inside.cumsum(dtype=np.float64)
+    within = inside.cumsum()
     rest = goal - (sums[bucket - 1] if bucket else 0.0)
     # Rounding may leave the goal at the very end of the bucket: then its last token of any weight.
     index = min(int(np.searchsorted(within, rest, side="right")), int(np.flatnonzero(inside)[-1]))
