@@ -54,7 +54,7 @@ def test_logits_are_the_same_as_without(make_executor):
             Player(make_executor(num_blocks=80, block_tokens=BLOCK), residences=residences, seed=seed)
             for residences in (True, False)
         ]
-        for _ in range(120):
+        for _ in range(160):
             for player in players:
                 player.step()
             kept += any(entry.storage is not None for entry in players[0].executor._attention._gathered._next.values())
