@@ -10,6 +10,9 @@ from tie.cli.process import Child, OnLine
 from tie.daemon import socket_path
 
 _BACKLOG = 128
+# A step of the engine serves everybody at once, a process of a request one: it stands back, from its start on. With
+# systemd it is the weight of tie-app.slice that says so.
+_NICENESS = 10
 
 
 class Listener:
@@ -94,6 +97,7 @@ class Listener:
                     environment=self._environment,
                     on_line=self._on_line(name),
                     connection=connection.fileno(),
+                    niceness=_NICENESS,
                 )
             except OSError:
                 self._on_refused(self.name)  # no process to be had

@@ -75,6 +75,7 @@ def up(
         config = prepare.with_bundle(config, bundle, console)
         prepare.check(config)
         prepare.write_configuration(config)
+        prepare.compile_packages()
         return asyncio.run(_Node(config, console).run(parent))
 
 
