@@ -113,7 +113,7 @@ class TritonClient:
                 if reply.error_message:
                     raise _refusal(reply.error_message)
                 if reply.infer_response.raw_output_contents:
-                    yield _event(reply.infer_response.raw_output_contents[0])
+                    yield parse(reply.infer_response.raw_output_contents[0], runtime_pb2.GenerateEvent)
                 if reply.infer_response.parameters["triton_final_response"].bool_param:
                     return
             raise PeerDiedError("the runtime ended the stream without an end")
@@ -134,12 +134,6 @@ def _infer_request(request: runtime_pb2.GenerateRequest) -> Any:
     message.inputs.add(name=INPUT, datatype="BYTES", shape=[1])
     message.raw_input_contents.append(_LENGTH.pack(len(payload)) + payload)
     return message
-
-
-def _event(tensor: bytes) -> runtime_pb2.GenerateEvent:
-    if len(tensor) < _LENGTH.size or len(tensor) != _LENGTH.size + _LENGTH.unpack_from(tensor)[0]:
-        raise ProtocolError("the runtime's answer is not one element of bytes")
-    return parse(tensor[_LENGTH.size :], runtime_pb2.GenerateEvent)
 
 
 def _refusal(text: str) -> PeerError:

@@ -1,4 +1,4 @@
-"""Triton's Python backend of model `afm`: BYTES `request` in, a stream of BYTES `event` out (runtime.proto).
+"""Triton's Python backend of model `afm`: BYTES `request` in, a stream of UINT8 `event` out (runtime.proto).
 
 Triton calls `initialize`, `execute` and `finalize` on one thread; events leave on a thread of their own (`responder`).
 The process is Triton's stub: it embeds Python, and nobody notices when it dies, except through kv.sock.
@@ -98,7 +98,7 @@ def _require_sound_numpy() -> None:
 
     Triton 2.51 was built against NumPy 1: with NumPy 2 it silently reads and writes garbage.
     """
-    text, numbers = np.array([b"echo", b""], dtype=np.object_), np.arange(7, dtype=np.int32)
+    text, numbers = np.array([b"echo", b""], dtype=np.object_), np.frombuffer(b"\x07echo", dtype=np.uint8)
     sound = int(np.__version__.split(".")[0]) < 2 and all(
         np.array_equal(pb_utils.Tensor("echo", array).as_numpy(), array) for array in (text, numbers)
     )

@@ -67,7 +67,7 @@ async def collect(client, timeout=10):
 
 
 async def test_events_come_until_the_final_response(tmp_path):
-    data = element(EVENT.SerializeToString())
+    data = EVENT.SerializeToString()
     scripted = Scripted([reply(data), reply(data, final=True), reply(data)])
     async with serving(tmp_path, scripted) as client:
         assert await client.ready(timeout=5)
@@ -77,7 +77,7 @@ async def test_events_come_until_the_final_response(tmp_path):
 
 
 async def test_an_empty_final_response_ends_as_well(tmp_path):
-    data = element(EVENT.SerializeToString())
+    data = EVENT.SerializeToString()
     async with serving(tmp_path, Scripted([reply(data), reply(final=True)])) as client:
         assert await collect(client) == [EVENT]
 
@@ -89,8 +89,7 @@ async def test_an_empty_final_response_ends_as_well(tmp_path):
         ({"replies": [reply(error="Request for unknown model: 'afm' is not found")]}, PeerDiedError),
         ({"replies": [reply(error="unexpected shape for a secret")]}, ProtocolError),
         ({"replies": [reply(b"\x00")]}, ProtocolError),
-        ({"replies": [reply(element(b"ab") + b"c")]}, ProtocolError),
-        ({"replies": [reply(element(b"\xff\xff"))]}, ProtocolError),
+        ({"replies": [reply(b"\xff\xff")]}, ProtocolError),
         ({"replies": []}, PeerDiedError),
         ({"replies": [], "abort": grpc.StatusCode.UNAVAILABLE}, PeerDiedError),
         ({"replies": [], "abort": grpc.StatusCode.INTERNAL}, ProtocolError),
@@ -110,7 +109,7 @@ async def test_silence_is_a_timeout(tmp_path):
 
 
 async def test_closing_the_iterator_cancels_the_call(tmp_path):
-    scripted = Scripted([reply(element(EVENT.SerializeToString()))], hang=True)
+    scripted = Scripted([reply(EVENT.SerializeToString())], hang=True)
     async with serving(tmp_path, scripted) as client:
         events = client.generate(runtime_pb2.GenerateRequest(), timeout=30)
         assert await anext(events) == EVENT
