@@ -25,7 +25,7 @@ from tie.proto import runtime_pb2
 from tie.runtime.merge import merge
 from tie.runtime.shares import Shares
 
-_RESPONSES_PER_S: Final = 400
+_RESPONSES_PER_S: Final = 200
 _QUESTIONS_PER_S: Final = 200
 _ASKED_AGAIN_S: Final = 0.02  # a lone stream needs no more
 _IDLE_S: Final = 1.0

@@ -7,27 +7,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tie.runtime.sequence import Sequence
-from tie.runtime.speculation import LONGEST, PROBE, RETRY, Lookup, Speculation, best_lengths
+from tie.runtime.speculation import LONGEST, LONGEST_LOOK, PLACES, PROBE, RETRY, Lookup, Speculation, best_lengths
 from tie.runtime.step_cost import StepCost
 
 SMALL = st.lists(st.integers(0, 3), max_size=60)
 
 
 def naive_draft(tokens: list[int], most: int) -> tuple[int, ...]:
-    """What followed the last earlier occurrence of the longest run (4, 3 or 2 tokens) that ends the text."""
-    for length in (4, 3, 2):
-        for end in range(len(tokens) - 1, length - 1, -1):
-            if tokens[end - length : end] == tokens[-length:]:
-                text = list(tokens)
-                for index in range(most):
-                    text.append(text[end + index])
-                return tuple(text[len(tokens) :])
-    return ()
+    """What followed the longest earlier occurrence of the text's end, of the last few of its last two tokens."""
+    found = [end for end in range(2, len(tokens)) if tokens[end - 2 : end] == tokens[-2:]][-PLACES:]
+    if not found:
+        return ()
+    lengths = range(2, LONGEST_LOOK + 1)
+    agree = {end: max(n for n in lengths if n <= end and tokens[end - n : end] == tokens[-n:]) for end in found}
+    end = max(found, key=lambda end: (agree[end], end))
+    text = list(tokens)
+    for index in range(most):
+        text.append(text[end + index])
+    return tuple(text[len(tokens) :])
 
 
 @given(SMALL, st.integers(1, LONGEST))
 def test_a_draft_is_what_followed_the_last_time(tokens, most):
     assert Lookup(tokens).draft(most) == naive_draft(tokens, most)
+
+
+def test_a_copy_goes_on_where_it_is_copied_from():
+    text = [1, 2, 3, 4, 5, 6, 7, 8]
+    elsewhere = [9, 3, 4, 0]
+    assert Lookup([*text, *elsewhere, 1, 2, 3, 4]).draft(4) == (5, 6, 7, 8)
 
 
 @given(SMALL, SMALL)
