@@ -24,9 +24,10 @@ from tie.runtime.request import check
 
 WAIT_S = 300.0
 TEXT = (
-    "The harbour was quiet that morning. Two boats lay at the pier, and a dog slept on a coil of rope. An old man mended "
-    "a net; his hands moved without his eyes. From the bakery came the smell of bread, and the church bell struck seven. "
-    "Nobody spoke. The tide was going out, and the gulls walked on the wet sand like clerks on their way to an office."
+    "The harbour was quiet that morning. Two boats lay at the pier, and a dog slept on a coil of rope. An old man "
+    "mended a net; his hands moved without his eyes. From the bakery came the smell of bread, and the church bell "
+    "struck seven. Nobody spoke. The tide was going out, and the gulls walked on the wet sand like clerks on their way "
+    "to an office."
 )
 PROGRAM = """```python
 def total(orders, rate):
@@ -98,16 +99,17 @@ def main() -> None:
             rates: dict[bool, list[float]] = {False: [], True: []}
             answers: dict[bool, list[int]] = {}
             for number in range(options.rounds + 1):  # the first warms up
-                for guesses in rates:
+                for guesses, values in rates.items():
                     value, answers[guesses] = rate(service.engine, prompt, options.streams, guesses=guesses)
                     if number:
-                        rates[guesses].append(value)
+                        values.append(value)
             plain, guessed = rates[False], rates[True]
+            same = "same" if answers[False] == answers[True] else "other"
             ratios = [mine / other for mine, other in zip(guessed, plain, strict=True)]
             print(
                 f"{name:26} {len(answers[False]):4} tokens  {statistics.median(plain):6.1f}/s  guessed "
                 f"{statistics.median(guessed):6.1f}/s  ratio {statistics.median(ratios):5.2f} "
-                f"({min(ratios):.2f}-{max(ratios):.2f})  {'same' if answers[False] == answers[True] else 'other'} tokens",
+                f"({min(ratios):.2f}-{max(ratios):.2f})  {same} tokens",
                 flush=True,
             )
 
