@@ -70,11 +70,20 @@ class Runtime:
 
         wait_until(ready, START_S, f"runtime ready; {self.log.read_text(errors='replace')[-2000:]}")
         self.ready_s = time.monotonic() - self.began
-        commands = self.of_each(lambda member: " ".join(member.cmdline()[:5]))
-        self.members = set(commands)
-        for role, pattern in ROLES.items():
-            (self.roles[role],) = [entry for entry, command in commands.items() if pattern in command]
+        # The engine may be ready while a program beside it is still between fork and exec.
+        wait_until(self._found, START_S, "all programs of the container")
         return self
+
+    def _found(self) -> bool:
+        commands = self.of_each(lambda member: " ".join(member.cmdline()[:5]))
+        found = {
+            role: [entry for entry, command in commands.items() if pattern in command]
+            for role, pattern in ROLES.items()
+        }
+        if any(len(entries) != 1 for entries in found.values()):
+            return False
+        self.members, self.roles = set(commands), {role: entries[0] for role, entries in found.items()}
+        return True
 
     def of_each(self, what: Callable[[psutil.Process], T]) -> dict[psutil.Process, T]:
         """`what` of every process that is in the container now.
