@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import time
+from typing import TYPE_CHECKING
 
 from tie.app.frames import Incoming, Limits
 from tie.app.inference import Generation
 from tie.app.outcome import Outcome, RefusalError
 from tie.app.prompt import Model
 from tie.app.racing import unless
-from tie.app.reuse import Reuse
 from tie.app.runtime_link import RuntimeLink, connect
 from tie.app.sender import Sender
 from tie.daemon import log
@@ -19,7 +19,9 @@ from tie.daemon.frames import parse
 from tie.daemon.padding import PaddingError
 from tie.daemon.service import EXIT_FAILURE, EXIT_OK
 from tie.proto import app_pb2, request_pb2, runtime_pb2
-from tie.warden.keys import ConversationKey, Root
+
+if TYPE_CHECKING:
+    from tie.app.reuse import Reuse
 
 
 class Session:
@@ -96,6 +98,10 @@ class Session:
         # In a thread: a long prompt takes seconds to tokenize, and an abort must be seen meanwhile.
         asked, turn_key = await asyncio.to_thread(_understand, model, body, limits, self._request_id)
         if turn_key:
+            # Here, because it brings the cryptography library into a process that mostly needs none.
+            from tie.app.reuse import Reuse
+            from tie.warden.keys import ConversationKey, Root
+
             key = ConversationKey(Root.TURN, turn_key)
             self._prompt = tuple(asked.token_ids)
             self._reuse = await Reuse.begin(key, runtime, asked, self._config)
