@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import time
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,8 @@ class Session:
         async with connect(self._config) as runtime:
             # Blocking: a quarter of a second in which nothing can have been asked yet.
             model = Model.load(self._config)
+            gc.freeze()
+            gc.enable()
             runtime.check_serves(model.manifest)
             await self._sender.ready()
             return await unless(self._request(runtime, model), runtime.watch())
