@@ -20,7 +20,7 @@ from tie.app.schemas import enforceable
 from tie.cli.assets import demo_bundle
 from tie.cli.settings import cache_dir
 from tie.proto import runtime_pb2
-from tie.runtime.request import check
+from tie.runtime.request import RequestRefusedError, check
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "app"))
 from test_app_compiling import BOMBS
@@ -68,7 +68,10 @@ def explode(bench: Bench, schema: object) -> tuple[float, str]:
     )
     sink = Sink(time.perf_counter)
     began = time.perf_counter()
-    bench.engine.submit(check(message, bench.engine.bounds), sink)
+    try:
+        bench.engine.submit(check(message, bench.engine.bounds), sink)
+    except RequestRefusedError:
+        return time.perf_counter() - began, "too large"
     assert sink.over.wait(WAIT_S)
     return time.perf_counter() - began, "refused" if sink.failed else "compiled"
 
