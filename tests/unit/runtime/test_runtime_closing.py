@@ -19,7 +19,8 @@ from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.request import Bounds, check
 from tie.runtime.scheduler import Limits
 
-VOCABULARY, END = 259, 258
+VOCABULARY = 259
+END = 2  # <|im_end|> of the sample vocabulary, whose other tokens are bytes
 WAIT_S = 30
 RAMBLING = {
     "endless text": {"type": "string"},
