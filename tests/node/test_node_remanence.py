@@ -98,7 +98,7 @@ async def test_a_secret_is_nowhere_once_the_turn_has_ended_and_the_runtime_was_r
     # While the turn runs it is found where it must be: the search can find it, in each of its forms.
     saved = node.log_text().count("app.conversation-saved")
     ask = {"model": model, "temperature": 0.0, "ignore_eos": True, **conversation.options}
-    answer = await client.chat(conversation.asking(question), max_tokens=400, **ask)
+    answer = await client.chat(conversation.asking(question), max_tokens=300, **ask)
     await anext(aiter(answer))
     during = await asyncio.to_thread(look_into, node, wanted, [*REQUEST, RUNTIME])
     result = await answer.result()
