@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from kvxfer import pages
+from kvxfer import pages, seals
 from tie.store.client import StoreClient
 from tie.warden.entry import Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
@@ -94,10 +94,11 @@ class StoredEntry:
 
 @contextmanager
 def sealing(store: StoreClient, key: ConversationKey, kind: Kind, manifest: Manifest) -> Iterator[Sealer]:
-    """Makes an entry; at the end of the block it can be filed with `StoreClient.put`.
+    """Makes an entry; after the block it can be filed with `StoreClient.put`.
 
     Raises:
         StoreError: there is no room for it.
+        SealError: somebody else has it mapped for writing.
     """
     plaintext = manifest.encode()
     blocks = manifest.block_count if kind is Kind.SEGMENT else 0
@@ -109,5 +110,6 @@ def sealing(store: StoreClient, key: ConversationKey, kind: Kind, manifest: Mani
             pages.populate_write(pages.address(mapping), shape.entry_bytes)
             with memoryview(mapping) as out:
                 yield Sealer(key, kind, plaintext, shape, out)
+        seals.add(descriptor, seals.CONTENT)
     finally:
         os.close(descriptor)

@@ -107,6 +107,7 @@ class AppConfig(_Table, frozen=True):
     cache_timeout_s: Seconds = 2.0  # what a conversation's cache may take of a request; then the prompt is computed
     cache_ttl_s: Seconds = 3600.0  # of what is saved after a turn; the store may allow less
     save_deadline_s: Seconds = 10.0  # for saving it, after the answer
+    cache_without_turn_key: bool = True  # under a key of the request's own; nobody can open it once that has ended
 
 
 class CloudBoardConfig(_Table, frozen=True):

@@ -8,6 +8,7 @@ the executor itself fails, every request is told so, the engine is FAILED for go
 can be trusted any more, and the process must go.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from tie.runtime.metrics import EngineMetrics
 from tie.runtime.plan import Plan, PlannedSlice
 from tie.runtime.request import Bounds, Request
 from tie.runtime.scheduler import Beside, Limits, Scheduler
+from tie.runtime.sequence import Sequence
 from tie.runtime.speculation import Speculation
 from tie.runtime.step_cost import StepCost
 from tie.runtime.step_executor import StepExecutor
@@ -40,6 +42,8 @@ _IDLE_S = 1.0
 # How many times as long a step of interactive answers may get by a prompt that somebody waits for, and by batch work.
 _PROMPT_PATIENCE = 1.75
 _BATCH_PATIENCE = 1.35
+# How long answers that stream are held up in one step by copying the blocks of somebody's cached conversation.
+_RESTORE_S = 0.004
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +216,7 @@ class Engine:
                 self._enforce_deadlines(time.monotonic())
                 if self._speculates:
                     self._speculation.draft(self._scheduler.decoding())
-                plan = self._scheduler.plan(self._pace)
+                plan = self._scheduler.plan(self._pace, self._restore)
                 if plan.slices:
                     self._step(plan)
                 elif self._chooser:
@@ -226,7 +230,6 @@ class Engine:
 
     def _step(self, plan: Plan) -> None:
         began = self._clock()
-        self._restore()
         copies = tuple((copy.source, copy.target) for copy in plan.copies)
         logits = np.asarray(self._executor.forward(Batch(tuple(map(_slice, plan.slices)), copies)))
         self._scheduler.computed(plan)
@@ -234,16 +237,17 @@ class Engine:
         self._chooser.choose()
         self._record(plan, self._clock() - began)
 
-    def _restore(self) -> None:
-        """Copies what was received into the blocks of sequences that have just got theirs."""
-        for sequence in self._scheduler.sequences():
-            if sequence.restored and sequence.blocks:
-                job, _ = self._jobs.owner(sequence)
-                sequence.restored = 0  # should it lose its blocks, it is computed like any other
-                if job.restored:
-                    job.restored.copy_into(self._executor, sequence.blocks)
-                    job.restored.close()
-                    job.restored = None
+    def _restore(self, waiting: list[Sequence]) -> None:
+        """Copies what was received into the blocks of sequences; beside answers that stream, for a moment a step."""
+        until = self._clock() + _RESTORE_S if self._scheduler.decoding() else math.inf
+        for sequence in waiting:
+            job, _ = self._jobs.owner(sequence)
+            if job.restored and not job.restored.copy_into(self._executor, sequence, lambda: self._clock() < until):
+                return
+            sequence.restored = 0
+            if job.restored:
+                job.restored.close()
+                job.restored = None
 
     def _pace(self, decodes: int, kind: Beside) -> int:
         """How many tokens a step may compute beside so many interactive sequences that decode."""

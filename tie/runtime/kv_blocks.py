@@ -19,6 +19,18 @@ class BlockMemory(Protocol):
         """The bytes of one block, in place."""
 
 
+class Target(Protocol):
+    """Where restored blocks go: a sequence.
+
+    Attributes:
+        computed: its leading tokens whose keys and values are there.
+        blocks: its blocks, in order.
+    """
+
+    computed: int
+    blocks: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """What blocks of this runtime are; every header must agree with it, field by field."""
@@ -56,11 +68,19 @@ class Restored:
         self._on_close = on_close
         self._open = True
 
-    def copy_into(self, memory: BlockMemory, blocks: Sequence[int]) -> None:
-        """Copies them into the first of `blocks`. The step thread's."""
-        for index in range(self.block_count):
-            with self._consumer.block(index) as source, memory.block_view(blocks[index]) as target:
-                target[:] = source
+    def copy_into(self, memory: BlockMemory, target: Target, may_go_on: Callable[[], bool]) -> bool:
+        """Copies the next of them, one at least, and more while `may_go_on`; whether all are there. The step thread's.
+
+        What is there is what counts as computed, so a target that has lost its blocks begins anew.
+        """
+        tokens = self._consumer.header.block_tokens
+        for index in range(target.computed // tokens, self.block_count):
+            with self._consumer.block(index) as source, memory.block_view(target.blocks[index]) as view:
+                view[:] = source
+            target.computed += tokens
+            if not may_go_on():
+                break
+        return target.computed >= self.block_count * tokens
 
     def close(self) -> None:
         """Lets go of them. A second time does nothing."""

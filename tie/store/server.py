@@ -58,11 +58,15 @@ class _Pending:
 class _Client:
     """One connection: its requests, one after another."""
 
-    def __init__(self, connection: socket.socket, entries: Entries, limits: ConnectionLimits) -> None:
+    def __init__(
+        self, connection: socket.socket, entries: Entries, limits: ConnectionLimits, reaper: memory.Reaper
+    ) -> None:
         self._connection = connection
         self._entries = entries
         self._limits = limits
+        self._reaper = reaper
         self._pending: _Pending | None = None
+        self._transient: dict[bytes, Entry] = {}
         self._bytes = 0
         self._count = 0
 
@@ -83,7 +87,14 @@ class _Client:
                     return
                 await asyncio.sleep(0)  # sock_recv does not yield while there is data: a flood must not keep the loop
         finally:
-            self._forget_pending()
+            self.end()
+
+    def end(self) -> None:
+        """Lets go of what ends with the connection: what it was writing, and what it filed for its own time only."""
+        self._forget_pending()
+        for index, entry in self._transient.items():
+            self._entries.end(index, entry)
+        self._transient = {}
 
     async def _answer(self, data: bytes) -> tuple[str, "store_pb2.Outcome.ValueType", Entry | _Pending | None]:
         try:
@@ -100,7 +111,7 @@ class _Client:
             return kind, store_pb2.OUTCOME_INVALID, None
         match kind:
             case "put":
-                return kind, await self._put(asked.index, asked.ttl_ms / 1000), None
+                return kind, self._put(asked), None
             case "get":
                 entry = self._entries.get(asked.index)
                 return kind, _found(entry), entry
@@ -134,17 +145,19 @@ class _Client:
         self._pending = _Pending(descriptor, size, cost)
         return store_pb2.OUTCOME_DONE, self._pending
 
-    async def _put(self, index: bytes, ttl_s: float) -> "store_pb2.Outcome.ValueType":
+    def _put(self, put: store_pb2.Put) -> "store_pb2.Outcome.ValueType":
         pending = self._pending
         if pending is None:
             return store_pb2.OUTCOME_INVALID
         try:
-            await memory.seal(pending.descriptor, pending.size)
+            memory.seal(pending.descriptor)
         except SealError:
             return store_pb2.OUTCOME_BUSY
         self._pending = None
-        entry = Entry(pending.descriptor, pending.size, pending.cost, self._entries.expiry(ttl_s))
-        self._entries.file(index, entry)
+        entry = Entry(pending.descriptor, pending.size, pending.cost, self._entries.expiry(put.ttl_ms / 1000))
+        self._entries.file(put.index, entry)
+        if put.transient:
+            self._transient[put.index] = entry
         return store_pb2.OUTCOME_DONE
 
     def _reply(self, outcome: "store_pb2.Outcome.ValueType", answer: Entry | _Pending | None) -> None:
@@ -157,7 +170,7 @@ class _Client:
     def _forget_pending(self) -> None:
         if self._pending:
             self._entries.release(self._pending.cost)
-            os.close(self._pending.descriptor)
+            self._reaper.close(self._pending.descriptor, self._pending.size)
             self._pending = None
 
 
@@ -170,12 +183,14 @@ class StoreServer:
     Args:
         entries: the table.
         limits: of each client.
+        reaper: closes what a client does not finish.
     """
 
-    def __init__(self, entries: Entries, limits: ConnectionLimits) -> None:
+    def __init__(self, entries: Entries, limits: ConnectionLimits, reaper: memory.Reaper) -> None:
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self._entries = entries
         self._limits = limits
+        self._reaper = reaper
         self._clients: set[asyncio.Task[None]] = set()
 
     @property
@@ -224,7 +239,7 @@ class StoreServer:
 
     async def _converse(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, TimeoutError):
-            await _Client(connection, self._entries, self._limits).converse(self.outcomes)
+            await _Client(connection, self._entries, self._limits, self._reaper).converse(self.outcomes)
 
     async def _sweep(self) -> None:
         while True:
