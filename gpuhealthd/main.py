@@ -190,7 +190,7 @@ async def serve(config: NodeConfig, lifetime: Lifetime) -> None:
         probing = asyncio.create_task(prober.run())
         stopping = asyncio.create_task(lifetime.stopping.wait())
         try:
-            lifetime.ready()
+            lifetime.ready(config.sockets.gpuhealth)
             await asyncio.wait({probing, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if probing.done():
                 probing.result()  # a bug in the prober must end the daemon, not leave it serving old verdicts

@@ -211,7 +211,12 @@ class Probe:
             await asyncio.sleep(_RETRY_S)
 
     async def _ask_status(self) -> None:
+        sockets = self._config.sockets
         while True:
+            reachable = all(path.is_socket() for path in (sockets.kv, sockets.engine, sockets.triton))
+            if self._facts.flown and self._facts.unreachable is reachable:
+                self._facts.unreachable = not reachable
+                self._update()
             with suppress(PeerError):
                 self._engine = (await self._ask(status=engine_pb2.StatusRequest())).status
             await asyncio.sleep(_STATUS_S)

@@ -4,6 +4,7 @@ The first row that applies:
 
     recycling                                   RECYCLING      -
     the engine's kv.sock connection ended       IN_ERROR       engine-gone
+    a socket of the runtime has lost its file   IN_ERROR       socket-gone
     no engine yet, start deadline passed        IN_ERROR       start-timeout
     no engine yet                               INITIALIZING   engine-starting
     canaries fail (see below), after a first
@@ -40,6 +41,7 @@ class Facts:
     Attributes:
         connected: kv.sock's hello has come.
         gone: and its connection has ended since.
+        unreachable: one of its sockets has no file any more: who is connected is served, nobody else.
         late: the start deadline has passed.
         canary: the last one.
         flown: a canary has passed since the start.
@@ -53,6 +55,7 @@ class Facts:
 
     connected: bool = False
     gone: bool = False
+    unreachable: bool = False
     late: bool = False
     canary: CanaryResult | None = None
     flown: bool = False
@@ -91,6 +94,8 @@ def judge(facts: Facts) -> tuple["probe_pb2.State.ValueType", str]:
         if facts.late:
             return probe_pb2.STATE_IN_ERROR, "start-timeout"
         return probe_pb2.STATE_INITIALIZING, "engine-starting"
+    if facts.unreachable:
+        return probe_pb2.STATE_IN_ERROR, "socket-gone"
     if (facts.flown or facts.late) and (code := failing(facts)):
         return probe_pb2.STATE_IN_ERROR, code
     if not facts.flown:

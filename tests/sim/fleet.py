@@ -87,7 +87,9 @@ def main() -> int:
     allowed = settings.recycle_interval_s * (1 + settings.recycle_jitter)
     took, longest, total = controllers(arguments.controllers, arguments.days, settings, arguments.seed)
     print(f"{arguments.controllers} controllers, {arguments.days:g} days: {total} recycles")
-    print(f"  of {min(took):.1f} to {max(took):.1f} s; a runtime lived {longest:.1f} s at most, allowed {allowed:.1f} s")
+    print(
+        f"  of {min(took):.1f} to {max(took):.1f} s; a runtime lived {longest:.1f} s at most, allowed {allowed:.1f} s"
+    )
     minutes = fleet(arguments.nodes, arguments.days, settings, took, arguments.seed)
     mean, most = sum(minutes) / len(minutes), max(minutes)
     print(f"{arguments.nodes} nodes, {arguments.days:g} days: {sum(minutes)} recycles, {mean:.1f} a minute on average,")

@@ -29,6 +29,7 @@ _WHY = {
     "canary-late": "test requests got no answer for long, though the engine was at work",
     "canary-failed": "a test request got no answer",
     "canary-died": "the connection to the runtime broke during a test request",
+    "socket-gone": "a socket of the runtime has lost its file",
     "start-timeout": "the engine did not start in time",
     "not-warmed": "the system prompts have not been computed yet",
     "owner-gone": "the model owner does not answer",

@@ -132,7 +132,11 @@ class _Node:
             for name, service in self._services.items():
                 running = service.run(self._environment, self._directory, self._report(service))
                 tasks[name] = asyncio.create_task(running, name=name)
-            return await self._until_stopped(tasks)
+            healing = asyncio.create_task(self._heal_sockets())
+            try:
+                return await self._until_stopped(tasks)
+            finally:
+                healing.cancel()
         finally:
             notify("STOPPING=1")
             self._console.say("stopping … (once more: at once)")
@@ -155,6 +159,13 @@ class _Node:
             if error is not None:
                 raise error
         return 0
+
+    async def _heal_sockets(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            for listener in self._listeners:
+                if listener.heal():
+                    self._console.log(listener.name, "the socket's file was gone; opened anew")
 
     def _report(self, service: Service) -> Report:
         def ended(code: int, pause: float) -> None:

@@ -29,6 +29,7 @@ BUSY = CanaryResult(at=1.0, latency_s=5.0, error="canary-timeout", progress=True
         (Facts(connected=True, canary=GOOD, flown=True, warming=True), probe_pb2.STATE_INITIALIZING, "warming"),
         (Facts(connected=True, canary=GOOD, flown=True, warming=True, was_ready=True), probe_pb2.STATE_READY, ""),
         (Facts(connected=True, canary=GOOD, flown=True, gone=True), probe_pb2.STATE_IN_ERROR, "engine-gone"),
+        (Facts(connected=True, canary=GOOD, flown=True, unreachable=True), probe_pb2.STATE_IN_ERROR, "socket-gone"),
         (Facts(connected=True, gone=True, recycling=True), probe_pb2.STATE_RECYCLING, ""),
     ],
 )
@@ -73,6 +74,7 @@ def test_ready_is_never_said_without_a_passed_canary_on_a_live_engine(facts):
         assert facts.connected
         assert facts.flown
         assert not facts.gone
+        assert not facts.unreachable
         assert not facts.recycling
         assert facts.canary is not WRONG
         assert facts.canary is not MISSED or facts.missed_in_a_row < MISSES
