@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from world import GPU, OWNER, World
 
+from controllerd.endurance import SOON_S
 from controllerd.facts import Gpu, Owner, Runtime
 from controllerd.mind import Happening
 from controllerd.recycle import Tell
@@ -212,6 +213,8 @@ class Checked(World):
 
     def require_giving_up(self) -> None:
         """Runtimes that never come up bring the node to give up within the bound."""
+        self.run(2 * SOON_S)  # peace, after which the counts begin anew
+        self.happened.clear()
         self.broken = True
         if self.runtime is not None:
             self.end_runtime()
