@@ -2,7 +2,7 @@
 
 Three small programs run under supervisord (`python -P -m tie.runtime.container NAME`):
 
-- `guard` starts tie-status-probe and takes the container down when the probe ends, however it ends;
+- `guard` starts tie-status-probe and takes the container down when the probe ends, however it ends, or hangs;
 - `serve` starts tritonserver, ends when it ends, and stops it well;
 - `watch` is supervisord's event listener and takes the container down when one of the others ends.
 
@@ -38,6 +38,8 @@ from tie.runtime import environment
 
 _WATCHER_SOCKET: Final = "watcher.sock"
 _WATCHER_S: Final = 10.0  # until the watcher listens
+_BEATS_SOCKET: Final = "beats.sock"
+_PROBE_SILENCE_S: Final = 30.0  # a probe that says nothing for so long hangs
 _PROBE_STOP_S: Final = 5.0
 _SUPERVISOR_STOP_S: Final = 40.0
 _DRAIN_S: Final = 20.0  # requests in flight when the container is stopped without a recycle
@@ -62,10 +64,17 @@ def guard() -> int:
     """
     stop = _stop_requests()
     watcher = _connect_to_watcher()
+    beats = _listen_for_beats()
     probe = _start([sys.executable, "-P", "-m", "status_probe.main", "--config", os.environ[environment.CONFIG]])
     ended = os.pidfd_open(probe.pid)
-    readable, _, _ = select.select([ended, watcher.fileno(), stop.fileno()], [], [])
-    if stop.fileno() not in readable:
+    while True:
+        readable, _, _ = select.select([ended, watcher, stop, beats], [], [], _PROBE_SILENCE_S)
+        if readable != [beats]:
+            break
+        beats.recv(4096)
+    if stop not in readable:
+        if not readable:
+            _kill_container("probe-hung")
         if ended not in readable:
             _kill_container("watcher-died")
         elif probe.wait() != 0:
@@ -133,6 +142,18 @@ def _stop_requests() -> socket.socket:
     signal.set_wakeup_fd(sending.detach())
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
     return receiving
+
+
+def _listen_for_beats() -> socket.socket:
+    """Where the probe says from its event loop that it is well: systemd's watchdog protocol (sd_notify(3))."""
+    path = _directory() / _BEATS_SOCKET
+    path.unlink(missing_ok=True)
+    beats = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    beats.bind(os.fspath(path))
+    path.chmod(0o600)
+    os.environ["NOTIFY_SOCKET"] = os.fspath(path)
+    os.environ["WATCHDOG_USEC"] = str(int(_PROBE_SILENCE_S * 1_000_000))
+    return beats
 
 
 def _end(child: "subprocess.Popen[bytes]", patience: float) -> int:

@@ -62,12 +62,15 @@ async def test_the_death_of_any_process_takes_the_container_down_at_once(node, v
 # Stands in for status_probe.main: ends as the file beside it says, at once or when told.
 PROBE = """
 import os, pathlib, signal, time
+from tie.daemon.notify import notify
 how = (pathlib.Path(__file__).parent.parent / "how").read_text().split()
 signal.signal(signal.SIGUSR1, lambda *_: os._exit(int(how[1])))
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 if how[0] == "at-once":
     os._exit(int(how[1]))
 while True:
+    if how[0] != "silent":
+        notify("WATCHDOG=1")
     time.sleep(1)
 """
 
@@ -116,6 +119,12 @@ def test_a_probe_that_ends_before_anything_has_started_takes_the_container_down(
     runtime = launch_with_probe(node, f"at-once {code}")
     runtime.process.wait(WAIT_S)
     assert runtime.has("container.down", reason="probe-died" if code else "probe-ended")
+
+
+def test_a_probe_that_hangs_takes_the_container_down(node):
+    runtime = launch_with_probe(node, "silent 0")
+    runtime.process.wait(WAIT_S + 30)
+    assert runtime.has("container.down", reason="probe-hung")
 
 
 async def test_both_keepers_killed_at_once_still_take_the_container_down(node):
