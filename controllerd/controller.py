@@ -27,6 +27,7 @@ from tie.proto import cloudboard_pb2
 _LOOK_S = 0.25
 _SHOWN_S = 0.01  # each state lasts so long at least, for whoever watches
 _WARM_RETRY_S = 1.0
+_SUMMARY_CHARACTERS = 160
 _CALL_TIMEOUT_S = 5.0
 
 _REPORTED = {
@@ -227,6 +228,17 @@ class Controller:
                 _REPORTED[self.mind.state],
                 model=runtime.model if runtime else "",
                 release=runtime.release if runtime else "",
-                summary=",".join(self.mind.reasons),
+                summary=summary(self.mind.reasons),
             )
         )
+
+
+def summary(reasons: tuple[str, ...]) -> str:
+    """The first of the reasons, as many as CloudBoard takes."""
+    text = ""
+    for reason in reasons:
+        longer = f"{text},{reason}" if text else reason
+        if len(longer) > _SUMMARY_CHARACTERS:
+            break
+        text = longer
+    return text

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controllerd.controller import summary
 from controllerd.endurance import LONGEST_HOLD_S, SOON_S, Endurance
 from controllerd.facts import Facts, Gpu, Owner, Runtime
 from controllerd.journal import KEPT, Journal
@@ -263,6 +264,12 @@ def test_load_does_not_starve_the_timer() -> None:
     assert story.mind.state is State.DRAINING
     story.see(facts(runtime("a"), busy=True, in_flight=8), 1.0)
     assert Tell("timer", 0.001) in story.see(facts(runtime("a"), busy=True, in_flight=8), 30.0)
+
+
+def test_a_summary_is_whole_reasons_and_not_too_long() -> None:
+    assert summary(()) == ""
+    assert summary(("gpu-unavailable", "xid-79")) == "gpu-unavailable,xid-79"
+    assert summary(("a" * 64,) * 9) == ",".join(["a" * 64] * 2)
 
 
 # ---- the journal ----
