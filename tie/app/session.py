@@ -104,7 +104,8 @@ class Session:
         asked, turn_key = await asyncio.to_thread(_understand, model, body, limits, self._request_id)
         key = self._key(turn_key)
         if key:
-            from tie.app.reuse import Reuse  # here, because it brings the cryptography library, which no start waits for
+            # Here, because it brings the cryptography library, which no start should wait for.
+            from tie.app.reuse import Reuse
 
             self._prompt = tuple(asked.token_ids)
             self._reuse = await Reuse.begin(key, runtime, asked, self._config)

@@ -36,7 +36,7 @@ async def serve(config: NodeConfig, lifetime: service.Lifetime) -> None:
         ingress = Ingress(config, registry, pool, Statements(kps), keys.read_statement_public(config))
         async with rpc.serve(config.sockets.node, register, metrics=ingress.metrics.text), pool.running():
             log.event("ingress.listening", port=listening.getsockname()[1])
-            lifetime.ready()
+            lifetime.ready(config.sockets.node)
             await serve_http(
                 ingress,  # type: ignore[arg-type] # plain ASGI dictionaries instead of the server's own types
                 http_config(listening, config.cloudboard),

@@ -78,6 +78,10 @@ class GpuHealthConfig(_Table, frozen=True):
     max_load_per_core: float = 64.0
     max_temperature_c: float = 100.0
     expected_devices: Annotated[int, msgspec.Meta(ge=0)] = 0  # fewer GPUs than this is a fault; 0: whatever is there
+    expected_nvlinks: Annotated[int, msgspec.Meta(ge=0)] = 0  # of each GPU; fewer active ones are a fault
+    confidential: bool = False  # whether GPUs must be in confidential-computing mode
+    kernel_log: str = "/dev/kmsg"  # where the kernel's XIDs are read; not readable: only the driver's events are
+    policy_file: str = ""  # moves conditions between verdicts
 
 
 class ControllerConfig(_Table, frozen=True):
@@ -90,6 +94,8 @@ class ControllerConfig(_Table, frozen=True):
     fresh_runtime_deadline_s: Seconds = 180.0
     error_grace_s: Seconds = 5.0  # an error that mends itself within this time costs no recycle
     error_backoff_s: Seconds = 10.0  # between two out-of-cycle recycles; doubles up to ten times this
+    error_attempts: Count = 4  # such recycles without lasting peace: then the owner is ended, then the node gives up
+    give_up_s: Seconds = 1800.0  # a node that has been away for so long gives up and calls somebody
     heartbeat_s: Seconds = 2.0
 
 

@@ -162,7 +162,7 @@ class Engine:
         self._tell(lambda: self._jobs.cancel(job))
 
     def drain(self, deadline_s: float) -> None:
-        """Refuses new requests from now on; cancels those that still run after `deadline_s` seconds."""
+        """Refuses new requests from now on; cuts off those that still run after `deadline_s` seconds."""
         deadline = time.monotonic() + deadline_s
         with self._wake:
             if self._state == engine_pb2.STATE_READY:
@@ -271,7 +271,7 @@ class Engine:
         self._jobs.enforce_deadlines(now)
         if self._drain_deadline is not None and now >= self._drain_deadline:
             self._drain_deadline = None
-            self._jobs.cancel_all()
+            self._jobs.fail_all(runtime_pb2.CODE_REPLACED, "the node had to restart: send it again")
 
     def _ended(self, job: Job) -> None:
         with self._wake:
