@@ -72,7 +72,8 @@ LINES = [
 @given(st.lists(st.one_of(st.binary(max_size=40), st.sampled_from(LINES)), max_size=14))
 def test_any_lines(pieces: list[bytes]) -> None:
     said = send(pieces)
-    assert not said or said.startswith(b"HTTP/1.1 ")
+    if not b"".join(pieces).startswith(PREFACE):
+        assert not said or said.startswith(b"HTTP/1.1 ")
 
 
 def headers(stream_id: int, *, end: bool) -> bytes:
