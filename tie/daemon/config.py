@@ -123,7 +123,11 @@ class CloudBoardConfig(_Table, frozen=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8443
     standby: Annotated[int, msgspec.Meta(ge=0, le=64)] = 2  # jobhelpers connected ahead of time, each to a ready app
     max_in_flight: Count = 256
-    request_deadline_s: Seconds = 660.0
+    request_deadline_s: Seconds = 660.0  # from a request's last byte to its answer's
+    max_connections: Count = 12_000
+    max_connections_per_peer: Annotated[int, msgspec.Meta(ge=0)] = 0  # from one address; 0: as many as in all
+    upload_deadline_s: Seconds = 120.0  # for a request to come in
+    upload_bytes: Annotated[int, msgspec.Meta(ge=32 * 1024 * 1024)] = 256 * 1024 * 1024  # not yet accepted, in all
 
 
 class KpsConfig(_Table, frozen=True):

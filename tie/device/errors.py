@@ -128,7 +128,7 @@ def from_code(code: str) -> TieError:
             return TruncatedError("the request did not arrive whole")
         case "failed":
             return NodeFailedError("the node lost the request", status=code)
-        case "bad_frame":
+        case "bad_frame" | "bad_request" | "headers_too_large":
             return RequestRefusedError("the ingress did not understand the request", status=code)
         case _:
             return UnreachableError("the address answers, but not as a node's ingress")

@@ -21,7 +21,7 @@ from tie.daemon import config as node_config
 from tie.daemon import frames, rpc, service, socket_path
 from tie.daemon.config import AppConfig, CloudBoardConfig, NodeConfig
 from tie.daemon.padding import pad
-from tie.proto import app_pb2, cloudboard_pb2, cloudboard_pb2_grpc, request_pb2
+from tie.proto import app_pb2, cloudboard_pb2, cloudboard_pb2_grpc, metrics_pb2, metrics_pb2_grpc, request_pb2
 
 DEADLINE_S = 60.0
 
@@ -95,6 +95,7 @@ class Edge:
     acks: list[cloudboard_pb2.NodeAck] = field(default_factory=list)
     _stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     _kps: tuple[service.Lifetime, asyncio.Task[None]] | None = None
+    _apps: set[asyncio.Task[None]] = field(default_factory=set)
     _call: object = None
     _number: int = 0
     _acked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -141,6 +142,24 @@ class Edge:
         """Breaks the Attach stream."""
         self._call.cancel()  # type: ignore[attr-defined]
 
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A bare connection to the ingress."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.config.cloudboard.port)
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def metric(self, line: str) -> None:
+        """Waits until CloudBoard's metrics have a line."""
+        async with asyncio.timeout(DEADLINE_S), rpc.connect(self.config.sockets.node) as channel:
+            stub = metrics_pb2_grpc.MetricsStub(channel)
+            while line not in (await stub.Scrape(metrics_pb2.ScrapeRequest(), timeout=5)).text:
+                await asyncio.sleep(0.01)
+
     async def until(self, condition: Callable[[], bool], deadline: float = DEADLINE_S) -> None:
         """Waits for something that another process brings about."""
         async with asyncio.timeout(deadline):
@@ -154,6 +173,9 @@ class Edge:
     async def _app(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         run = AppRun(reader, writer, self.config.app.buckets)
         self.runs.append(run)
+        task = asyncio.current_task()
+        assert task is not None
+        self._apps.add(task)
         try:
             await run.say(app_pb2.AppOut(ready=app_pb2.Ready()))
             first = await run.next()
@@ -164,7 +186,7 @@ class Edge:
         except (ConnectionError, frames.PeerDiedError):
             pass  # the jobhelper went away, which some tests want
         finally:
-            writer.close()
+            writer.transport.abort()
 
     def _accept(self, listening: socket.socket) -> None:
         connection, _ = listening.accept()
@@ -203,6 +225,7 @@ class Edge:
                 process.terminate()
         for process in self.jobhelpers:
             await asyncio.to_thread(process.wait, 20)
+        await asyncio.wait_for(asyncio.gather(*self._apps), DEADLINE_S)
 
 
 async def _start(
