@@ -65,8 +65,9 @@ def make_executor(runtime: RuntimeConfig, model: ModelConfig, weights: Weights, 
             byte_views(weights.arena, weights.entries),
             num_blocks=blocks,
             block_tokens=runtime.block_tokens,
-            weights=runtime.weights,
             threads=threads,
+            adapt=runtime.threads == 0,
+            weights=runtime.weights,
         )
     from tie.bones.executor import Executor as TorchExecutor
 
