@@ -50,6 +50,12 @@ def test_prompt_and_next_token(pair, kind, weights):
     assert distance(native.forward(more), reference.forward(more)) < BOUNDS[weights]
 
 
+def test_matrices_may_be_stored_each_in_its_own_way(pair):
+    native, reference = pair(lambda names: ("q4", "q8", "bf16")[len(names[0]) % 3])
+    prompt = Batch((SequenceSlice(tokens(75), 0, (7, 3, 12, 0, 9), 75),))
+    assert distance(native.forward(prompt), reference.forward(prompt)) < BOUNDS["q4"]
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_mixed_batch_gives_what_each_slice_gives_alone(pair, threads):
     """Two sequences decode, one is being prefilled, one is verified; with any number of threads."""

@@ -68,12 +68,13 @@ class Team {
 
   // Inside a region. Waits for all members. What any did before, all see afterwards.
   void meet() {
-    if (members_ == 1) {
+    const int members = members_;  // read before this one arrives: afterwards the next region may begin
+    if (members == 1) {
       taken_.store(0, std::memory_order_relaxed);
       return;
     }
     const uint32_t seen = barrier_.now();
-    if (arrived_.fetch_add(1) == members_ - 1) {
+    if (arrived_.fetch_add(1) == members - 1) {
       arrived_.store(0, std::memory_order_relaxed);
       taken_.store(0, std::memory_order_relaxed);
       barrier_.move_to(seen + 1);
