@@ -30,8 +30,7 @@ extern "C" {
 Problem tie_native_new(const Shape*, uint64_t, int32_t, int32_t, tie::Engine**);
 void tie_native_free(tie::Engine*);
 uint64_t tie_native_block_bytes(const tie::Engine*);
-Problem tie_native_matrix(tie::Engine*, int32_t, int32_t, int32_t, const void*, uint64_t);
-Problem tie_native_vector(tie::Engine*, int32_t, int32_t, const void*, uint64_t);
+Problem tie_native_tensor(tie::Engine*, int32_t, int32_t, int32_t, const void*, uint64_t);
 Problem tie_native_cache(tie::Engine*, void*, uint64_t, int32_t);
 Problem tie_native_step(tie::Engine*, const RawBatch*, uint64_t);
 }
@@ -68,9 +67,9 @@ struct Subject {
   void matrix(int role, int layer, Format format, int rows, int columns) {
     const size_t bytes = Matrix(format, rows, columns).bytes();
     kept.push_back(memory(bytes, true));
-    require(tie_native_matrix(engine, role, layer, static_cast<int>(format), kept.back().get(), bytes - 64) != nullptr,
+    require(tie_native_tensor(engine, role, layer, static_cast<int>(format), kept.back().get(), bytes - 64) != nullptr,
             "a short matrix was taken");
-    require(tie_native_matrix(engine, role, layer, static_cast<int>(format), kept.back().get(), bytes) == nullptr,
+    require(tie_native_tensor(engine, role, layer, static_cast<int>(format), kept.back().get(), bytes) == nullptr,
             "a matrix was refused");
   }
   void vector(int role, int layer, int count) {
@@ -78,7 +77,7 @@ struct Subject {
     kept.push_back(memory(bytes, false));
     float* values = reinterpret_cast<float*>(kept.back().get());
     for (int i = 0; i < count; ++i) values[i] = static_cast<float>(between(-100, 100)) / 100;
-    require(tie_native_vector(engine, role, layer, values, bytes) == nullptr, "a vector was refused");
+    require(tie_native_tensor(engine, role, layer, 0, values, bytes) == nullptr, "a vector was refused");
   }
 };
 
@@ -97,20 +96,20 @@ void make(Subject& s) {
   const int inner = tie::round_up(shape.intermediate, tie::kGroup);
   s.matrix(0, 0, format(), shape.vocab, shape.hidden);
   s.matrix(1, 0, format(), shape.vocab, shape.hidden);
-  s.vector(0, 0, shape.head_dim / 2);
-  s.vector(1, 0, shape.hidden);
+  s.vector(6, 0, shape.head_dim / 2);
+  s.vector(7, 0, shape.hidden);
   for (int layer = 0; layer < shape.layers; ++layer) {
     s.matrix(2, layer, format(), shape.qkv_width(), shape.hidden);
     s.matrix(3, layer, format(), shape.hidden, shape.query_width());
     s.matrix(4, layer, format(), 2 * inner, shape.hidden);
     s.matrix(5, layer, format(), shape.hidden, inner);
-    s.vector(2, layer, shape.hidden);
-    s.vector(3, layer, shape.hidden);
-    if (between(0, 1)) s.vector(4, layer, shape.qkv_width());
-    if (between(0, 1)) s.vector(5, layer, shape.hidden);
+    s.vector(8, layer, shape.hidden);
+    s.vector(9, layer, shape.hidden);
+    if (between(0, 1)) s.vector(10, layer, shape.qkv_width());
+    if (between(0, 1)) s.vector(11, layer, shape.hidden);
     if (shape.qk_norm) {
-      s.vector(6, layer, shape.head_dim);
-      s.vector(7, layer, shape.head_dim);
+      s.vector(12, layer, shape.head_dim);
+      s.vector(13, layer, shape.head_dim);
     }
   }
   const size_t bytes = s.blocks * tie_native_block_bytes(s.engine);

@@ -19,13 +19,12 @@ constexpr Problem kNone = nullptr;
 constexpr Problem kMissing = "an argument is missing";
 constexpr Problem kBadThreads = "the number of threads is impossible";
 constexpr Problem kNoMemory = "there is not enough memory";
-constexpr Problem kUnknownWeights = "there are no such weights in the model";
 constexpr Problem kBadWeights = "the weights have another size, format or alignment than the model needs";
 constexpr Problem kBadTotals = "the lengths of the batch do not add up";
 constexpr Problem kBadBlock = "a block is outside the pool";
 
-enum MatrixRole : int32_t { kEmbedding, kHead, kQkv, kOutput, kGateUp, kDown };
-enum VectorRole : int32_t {
+enum Role : int32_t {  // as in executor.py
+  kEmbedding, kHead, kQkv, kOutput, kGateUp, kDown,  // matrices, and vectors from here on
   kFrequencies, kNorm, kAttentionNorm, kFeedForwardNorm, kQkvBias, kOutputBias, kQueryNorm, kKeyNorm
 };
 
@@ -139,42 +138,36 @@ Problem Engine::lay_out(const Batch& batch, Step& step) {
 
 static bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; }
 
-// Where a matrix belongs, with the dimensions that it must have; null: nowhere.
-static Matrix* place(Engine& engine, int32_t role, int32_t layer, int& rows, int& columns) {
-  const Shape& s = engine.model.shape;
-  const int inner = round_up(s.intermediate, kGroup);
-  const auto sized = [&](Matrix& matrix, int height, int width) {
-    rows = height, columns = width;
-    return &matrix;
-  };
-  if (layer < 0 || layer >= s.layers) return nullptr;
-  Layer& l = engine.layers[layer];
-  switch (role) {
-    case kEmbedding: return layer ? nullptr : sized(engine.model.embedding, s.vocab, s.hidden);
-    case kHead: return layer ? nullptr : sized(engine.model.head, s.vocab, s.hidden);
-    case kQkv: return sized(l.qkv, s.qkv_width(), s.hidden);
-    case kOutput: return sized(l.output, s.hidden, s.query_width());
-    case kGateUp: return sized(l.gate_up, 2 * inner, s.hidden);
-    case kDown: return sized(l.down, s.hidden, inner);
-    default: return nullptr;
-  }
-}
+// Where a tensor belongs, and its size there. A vector has one row. Both null: nowhere.
+struct Place {
+  Matrix* matrix = nullptr;
+  const float** vector = nullptr;
+  int rows = 0, columns = 0;
+};
 
-static const float** place(Engine& engine, int32_t role, int32_t layer, int& count) {
+static Place place(Engine& engine, int32_t role, int32_t layer) {
   const Shape& s = engine.model.shape;
-  if (layer < 0 || layer >= s.layers) return nullptr;
+  Model& m = engine.model;
+  if (layer < 0 || layer >= s.layers) return {};
+  if (layer && (role == kEmbedding || role == kHead || role == kFrequencies || role == kNorm)) return {};
   Layer& l = engine.layers[layer];
-  count = s.hidden;
+  const int inner = round_up(s.intermediate, kGroup);
   switch (role) {
-    case kFrequencies: count = s.head_dim / 2; return layer ? nullptr : &engine.model.frequencies;
-    case kNorm: return layer ? nullptr : &engine.model.norm;
-    case kAttentionNorm: return &l.attention_norm;
-    case kFeedForwardNorm: return &l.feed_forward_norm;
-    case kQkvBias: count = s.qkv_width(); return &l.qkv_bias;
-    case kOutputBias: return &l.output_bias;
-    case kQueryNorm: count = s.head_dim; return s.qk_norm ? &l.query_norm : nullptr;
-    case kKeyNorm: count = s.head_dim; return s.qk_norm ? &l.key_norm : nullptr;
-    default: return nullptr;
+    case kEmbedding: return {&m.embedding, nullptr, s.vocab, s.hidden};
+    case kHead: return {&m.head, nullptr, s.vocab, s.hidden};
+    case kQkv: return {&l.qkv, nullptr, s.qkv_width(), s.hidden};
+    case kOutput: return {&l.output, nullptr, s.hidden, s.query_width()};
+    case kGateUp: return {&l.gate_up, nullptr, 2 * inner, s.hidden};
+    case kDown: return {&l.down, nullptr, s.hidden, inner};
+    case kFrequencies: return {nullptr, &m.frequencies, 1, s.head_dim / 2};
+    case kNorm: return {nullptr, &m.norm, 1, s.hidden};
+    case kAttentionNorm: return {nullptr, &l.attention_norm, 1, s.hidden};
+    case kFeedForwardNorm: return {nullptr, &l.feed_forward_norm, 1, s.hidden};
+    case kQkvBias: return {nullptr, &l.qkv_bias, 1, s.qkv_width()};
+    case kOutputBias: return {nullptr, &l.output_bias, 1, s.hidden};
+    case kQueryNorm: return {nullptr, s.qk_norm ? &l.query_norm : nullptr, 1, s.head_dim};
+    case kKeyNorm: return {nullptr, s.qk_norm ? &l.key_norm : nullptr, 1, s.head_dim};
+    default: return {};
   }
 }
 
@@ -183,7 +176,7 @@ static const float** place(Engine& engine, int32_t role, int32_t layer, int& cou
 using namespace tie;
 
 // Counts changes of this border, so that a library left over from an older build is not called: see library.py.
-TIE_EXPORT int32_t tie_native_border() { return 2; }
+TIE_EXPORT int32_t tie_native_border() { return 3; }
 
 TIE_EXPORT const char* tie_native_level() { return kLevel; }
 
@@ -208,27 +201,20 @@ TIE_EXPORT uint64_t tie_native_block_bytes(const Engine* engine) {
   return engine ? engine->model.shape.block_bytes() : 0;
 }
 
-TIE_EXPORT Problem tie_native_matrix(Engine* engine, int32_t role, int32_t layer, int32_t format, const void* data,
+// Says where a tensor lies: packed as model.h describes, on a cache line. `format` is of matrices.
+TIE_EXPORT Problem tie_native_tensor(Engine* engine, int32_t role, int32_t layer, int32_t format, const void* data,
                                      uint64_t bytes) {
   if (!engine || !data) return kMissing;
-  int rows = 0, columns = 0;
-  Matrix* to = place(*engine, role, layer, rows, columns);
-  if (!to) return kUnknownWeights;
+  const Place to = place(*engine, role, layer);
+  if (!to.matrix && !to.vector) return "there are no such weights in the model";
   if (format < 0 || format > static_cast<int32_t>(Format::kQ8) || !aligned(data)) return kBadWeights;
-  Matrix matrix(static_cast<Format>(format), rows, columns);
-  if (bytes != matrix.bytes()) return kBadWeights;
+  Matrix matrix(static_cast<Format>(format), to.rows, to.columns);
   matrix.data = static_cast<const uint8_t*>(data);
-  *to = matrix;
-  return kNone;
-}
-
-TIE_EXPORT Problem tie_native_vector(Engine* engine, int32_t role, int32_t layer, const void* data, uint64_t bytes) {
-  if (!engine || !data) return kMissing;
-  int count = 0;
-  const float** to = place(*engine, role, layer, count);
-  if (!to) return kUnknownWeights;
-  if (bytes != round_up(count, kGroup) * sizeof(float) || !aligned(data)) return kBadWeights;
-  *to = static_cast<const float*>(data);
+  if (bytes != (to.matrix ? matrix.bytes() : matrix.columns * sizeof(float))) return kBadWeights;
+  if (to.matrix)
+    *to.matrix = matrix;
+  else
+    *to.vector = static_cast<const float*>(data);
   return kNone;
 }
 

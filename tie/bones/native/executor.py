@@ -25,12 +25,10 @@ BLOCK_TOKENS: Final = 16
 SPINS: Final = 4000
 """How often a thread that waits for the others looks before it sleeps: some tens of microseconds."""
 
-# As in api.cpp.
-_MATRICES: Final = {"embedding": 0, "head": 1, "qkv": 2, "output": 3, "gate_up": 4, "down": 5}
-_VECTORS: Final = {
-    "frequencies": 0, "norm": 1, "attention_norm": 2, "feed_forward_norm": 3, "qkv_bias": 4, "output_bias": 5,
-    "query_norm": 6, "key_norm": 7,
-}  # fmt: skip
+_ROLES: Final = (  # as in api.cpp
+    "embedding", "head", "qkv", "output", "gate_up", "down", "frequencies", "norm", "attention_norm",
+    "feed_forward_norm", "qkv_bias", "output_bias", "query_norm", "key_norm",
+)  # fmt: skip
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -175,12 +173,10 @@ class NativeExecutor:
         layer = int(place.removeprefix("layers.")) if place else 0
         if not data.flags.c_contiguous:
             raise WeightsError(f"the tensor {item.name} is not contiguous")
-        where = data.ctypes.data, data.nbytes
-        if isinstance(item, PackedVector):
-            problem = self._library.tie_native_vector(self._engine, _VECTORS[role], layer, *where)
-        else:
-            stored = FORMATS[item.weights_of(data.nbytes) or item.weights]  # if of none, it is refused
-            problem = self._library.tie_native_matrix(self._engine, _MATRICES[role], layer, stored, *where)
+        stored = item.weights_of(data.nbytes) or item.weights if isinstance(item, PackedMatrix) else "bf16"
+        problem = self._library.tie_native_tensor(
+            self._engine, _ROLES.index(role), layer, FORMATS[stored], data.ctypes.data, data.nbytes
+        )
         _check(problem, WeightsError)
         self._kept.append(data)
 

@@ -26,7 +26,7 @@ LEVELS: Final[dict[str, frozenset[str]]] = {
 LEVEL_VARIABLE: Final = "TIE_NATIVE_LEVEL"
 """Environment variable that chooses a level instead: for tests and measurements."""
 
-_BORDER: Final = 2  # as api.cpp has it
+_BORDER: Final = 3  # as api.cpp has it
 
 _i32, _i64, _u64, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 
@@ -60,8 +60,7 @@ _FUNCTIONS: Final = (
     ("new", _problem, (ctypes.POINTER(Shape), _u64, _i32, _i32, ctypes.POINTER(_pointer))),
     ("free", None, (_pointer,)),
     ("block_bytes", _u64, (_pointer,)),
-    ("matrix", _problem, (_pointer, _i32, _i32, _i32, _pointer, _u64)),
-    ("vector", _problem, (_pointer, _i32, _i32, _pointer, _u64)),
+    ("tensor", _problem, (_pointer, _i32, _i32, _i32, _pointer, _u64)),
     ("cache", _problem, (_pointer, _pointer, _u64, _i32)),
     ("step", _problem, (_pointer, ctypes.POINTER(RawBatch), _u64)),
 )

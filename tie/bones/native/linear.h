@@ -202,28 +202,19 @@ inline void multiply_gated(const Matrix& w, int first, int last, const Activatio
 // One row of a matrix as floats, [w.columns]. For the embedding.
 inline void unpack_row(const Matrix& w, int row, float* out) {
   const uint8_t* tile = w.tile(row / kTileRows);
-  const int lane = row % kTileRows;
-  for (int group = 0; group < w.groups(); ++group, out += kGroup) {
+  const int lane = row % kTileRows, words = w.format == Format::kBf16 ? 2 : w.format == Format::kQ8 ? 4 : 8;
+  float scale[kLanes] = {}, least[kLanes] = {};
+  for (int i = 0; i < w.columns; ++i) {
+    const uint8_t* word = tile + (static_cast<size_t>(i / words) * kTileRows + lane) * 4;  // of `words` values
+    const uint8_t* scales = tile + w.code_bytes() + i / kGroup * w.scale_bytes();
     if (w.format == Format::kBf16) {
-      const uint8_t* codes = tile + static_cast<size_t>(group) * (kGroup / 2) * 64 + lane * 4;
-      for (int i = 0; i < kGroup / 2; ++i) {
-        const uint32_t pair = word_at(codes + i * 64);
-        out[2 * i] = bf16_to_float(static_cast<uint16_t>(pair));
-        out[2 * i + 1] = bf16_to_float(static_cast<uint16_t>(pair >> 16));
-      }
+      out[i] = bf16_to_float(read<uint16_t>(word + i % 2 * 2));
       continue;
     }
-    const bool four = w.format == Format::kQ4;
-    const uint8_t* scales = tile + w.code_bytes() + group * w.scale_bytes();
-    float scale[kLanes], minimum[kLanes] = {};
-    store(scale, load_f16(scales));
-    if (four) store(minimum, load_f16(scales + 2 * kLanes));
-    const uint8_t* codes = tile + static_cast<size_t>(group) * (four ? 4 : 8) * 64 + lane * 4;
-    for (int i = 0; i < kGroup; ++i) {
-      const int value = four ? codes[i / 8 * 64 + i % 4] >> (i % 8 / 4 * 4) & 15
-                             : static_cast<int8_t>(codes[i / 4 * 64 + i % 4]);
-      out[i] = scale[lane] * static_cast<float>(value) + minimum[lane];
-    }
+    if (i % kGroup == 0) store(scale, load_f16(scales));
+    if (i % kGroup == 0 && w.format == Format::kQ4) store(least, load_f16(scales + 2 * kLanes));
+    const int code = w.format == Format::kQ8 ? static_cast<int8_t>(word[i % 4]) : word[i % 4] >> (i / 4 % 2 * 4) & 15;
+    out[i] = scale[lane] * static_cast<float>(code) + least[lane];
   }
 }
 
