@@ -111,6 +111,15 @@ def test_the_same_batch_gives_the_same_bits(pair):
     assert np.array_equal(native.forward(batch), native.forward(batch))
 
 
+def test_fewer_threads_of_a_team_give_the_same_bits(pair):
+    native, _ = pair("q8", threads=4)
+    batch = Batch(tuple(SequenceSlice(tokens(90 + i, i), 0, tuple(range(7 * i, 7 * i + 7)), 1) for i in range(3)))
+    expected = native.forward(batch)
+    for threads in (1, 2, 3):
+        native._threads.choose = lambda _rows, threads=threads: threads
+        assert np.array_equal(native.forward(batch), expected)
+
+
 def test_levels_agree(models):
     """Every instruction set computes the same model."""
     batch = Batch((SequenceSlice(tokens(60), 0, range(4), 60),))

@@ -187,8 +187,9 @@ class Forward {
     for (int i = 0; i < step_.slices; ++i) count += (step_.slice[i].count + most - 1) / most;
     pieces_ = space.pieces.reserve(count);
     finished_ = space.finished.reserve(count);
-    // Split contexts only where there are too few pieces to keep all members busy.
-    const int wish = (4 * step_.threads + count * shape_.kv_heads - 1) / (count * shape_.kv_heads);
+    // Split contexts only where there are too few pieces to keep the whole team busy: all of it, however many work on
+    // this step, so that their number does not change the result.
+    const int wish = (4 * team_.threads() + count * shape_.kv_heads - 1) / (count * shape_.kv_heads);
     int made = 0, tasks = 0;
     size_t parts = 0;
     for (int i = 0; i < step_.slices; ++i) {
