@@ -40,10 +40,10 @@ class RuntimeConfig(_Table, frozen=True):
     """The AFM Runtime: executor and scheduler."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    executor: Literal["torch", "native"] = "torch"  # native: the compiled CPU step; torch where that is not built
-    dtype: Literal["f32", "bf16"] = "bf16"  # of torch's weights
-    weights: Literal["q4", "q8", "bf16"] = "bf16"  # how native keeps them: 4 bits, 8 bits, or 16
-    threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: one per core
+    executor: Literal["auto", "torch", "native"] = "auto"  # native: the compiled CPU step; auto: it, where it can run
+    dtype: Literal["f32", "bf16"] = "bf16"  # of torch's weights; f32 is torch's alone
+    weights: Literal["auto", "q4", "q8", "bf16"] = "auto"  # how native keeps them; auto: as the bundle stores them
+    threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: one per core, and native takes fewer while others use them
     block_tokens: Count = 16
     kv_tokens: Count = 32768  # capacity of the paged KV pool, in tokens
     max_running: Count = 32  # sequences in one batch
