@@ -22,10 +22,12 @@ from kvxfer.buffer import ConsumerBuffer
 from kvxfer.channel import Channel
 from kvxfer.errors import KvxferError
 from kvxfer.header import COMMITTED_OFFSET, HEADER_BYTES, Header
+from kvxfer.pool import BufferPool
 from tie.proto import store_pb2, warden_pb2
 from tie.runtime import kv_blocks
 from tie.store.client import StoreClient, StoreError
 from tie.store.entries import Entries, Limits
+from tie.store.memory import NAME
 from tie.store.server import ConnectionLimits, _Client
 from tie.warden.entry import HEADER_BYTES as ENTRY_HEADER_BYTES
 from tie.warden.entry import Kind, Opener, Sealer, Shape
@@ -159,12 +161,12 @@ def store(data: bytes) -> None:
     """
     clock = itertools.count()
     limits = Limits(capacity=1 << 16, max_entry=1 << 15, max_entries=8, ttl_s=50, turnover_s=2)
-    reaper = _Reaper()
+    reaper, spares = _Reaper(), BufferPool(0, 0, NAME)
     entries = Entries(limits, lambda: float(next(clock)), reaper.close)
     at = 0
 
     def client() -> _Client:
-        return _Client(_Connection(), entries, ConnectionLimits(4, 1 << 16, 8, 1), reaper)  # type: ignore[arg-type]
+        return _Client(_Connection(), entries, ConnectionLimits(4, 1 << 16, 8, 1), reaper, spares)  # type: ignore[arg-type]
 
     talking = client()
     for _ in range(24):

@@ -101,7 +101,7 @@ class Trio:
     def __init__(self, directory: Path, seed: int) -> None:
         table = node_config.StoreConfig(
             capacity_bytes=128 << 20, max_entry_bytes=16 << 20, turnover_s=0.001, connection_bytes=1 << 40,
-            connection_entries=1 << 30,
+            connection_entries=1 << 30, spare_bytes=4 << 20,
         )  # fmt: skip
         self._config = node_config.NodeConfig(run_dir=str(directory), store=table)
         self._toml = directory / "node.toml"
