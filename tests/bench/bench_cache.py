@@ -262,6 +262,7 @@ def store_operations(store: StoreClient, size: int, repeats: int) -> tuple[float
         seals.add(descriptor, seals.CONTENT)
         sealings.append(time.perf_counter() - began)
         os.close(descriptor)
+        settle(store)
         began = time.perf_counter()
         store.put(index)
         puts.append(time.perf_counter() - began)
@@ -271,15 +272,17 @@ def store_operations(store: StoreClient, size: int, repeats: int) -> tuple[float
         assert found is not None
         os.close(found[0])
         store.drop(index)
-        wait_until_dropped(store)
     return statistics.median(sealings), statistics.median(puts), statistics.median(gets)
 
 
-def wait_until_dropped(store: StoreClient) -> None:
-    """Until the store's thread has freed what was dropped: what is measured next is to have the processor."""
-    for _ in range(10):
+def settle(store: StoreClient) -> None:
+    """Until a spare is made and what was dropped is freed, and with both processes' code in the caches again.
+
+    Writing half a gigabyte leaves the caches cold for whatever comes next, and it is not that what is measured.
+    """
+    time.sleep(SETTLE_S / 2)
+    for _ in range(20):
         store.get(random_index())
-        time.sleep(0.01)
 
 
 def run(mib: int, repeats: int, store: StoreClient) -> None:
