@@ -162,8 +162,6 @@ class Bench:
         assert entry is not None
         with entry:
             for block in range(self.count):
-                if block % 16 == 0:
-                    entry.prefetch(block, min(16, self.count - block))
                 entry.open(block, memoryview(out))
         return time.perf_counter() - began
 
@@ -198,7 +196,6 @@ class Bench:
             for block in range(self.count):
                 if block % 16 == 0:
                     producer.populate(block, min(16, self.count - block))
-                    entry.prefetch(block, min(16, self.count - block))
                 with producer.block(block) as view:
                     entry.open(block, view)
                 producer.commit(block + 1)

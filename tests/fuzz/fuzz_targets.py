@@ -34,6 +34,7 @@ from tie.warden.entry import Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
 from tie.warden.keys import ConversationKey, Root
 from tie.warden.manifest import CacheFormat, Manifest, Segment
+from tie.warden.media import InMemory
 
 CORPUS = Path(__file__).with_name("corpus")
 PAGE = 4096
@@ -242,7 +243,7 @@ def _sealed(salt: bytes, kind: Kind, manifest: bytes, blocks: int) -> bytes:
     shape = Shape.of(manifest, blocks, FORMAT.block_bytes if blocks else 0)
     out = bytearray(shape.entry_bytes)
     with mock.patch.object(secrets, "token_bytes", return_value=salt):
-        sealer = Sealer(KEY, kind, manifest, shape, memoryview(out))
+        sealer = Sealer(KEY, kind, manifest, shape, InMemory(memoryview(out)))
     for number in range(blocks):
         sealer.seal(memoryview(bytes([number]) * FORMAT.block_bytes))
     return bytes(out)
@@ -287,7 +288,7 @@ def entry(data: bytes) -> None:
 
 
 def _opened(sealed: bytes, kind: Kind, genuine: bytes) -> None:
-    opener = Opener(KEY, kind, memoryview(sealed))
+    opener = Opener(KEY, kind, InMemory(memoryview(sealed)))
     # Whatever opens was sealed with the key: header and manifest are what they were.
     assert sealed[: opener.shape.offset(0)] == genuine[: opener.shape.offset(0)]
     Manifest.decode(opener.manifest, FORMAT)
