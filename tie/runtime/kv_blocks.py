@@ -11,7 +11,6 @@ from kvxfer.errors import AbortReason
 from kvxfer.header import Header
 from kvxfer.transfer import Consumer, Producer
 
-
 _AHEAD: Final = 16  # blocks whose pages are made present in one go
 
 
