@@ -172,7 +172,8 @@ def run(victim: str, kills: int, seed: int) -> dict:
                 first = first or notice
             # Everything has recovered, and nothing has been left behind.
             trio.all["app"].wait_for("turn")
-            if notice["descriptors"] > first["descriptors"] or notice["shared"] > first["shared"] + 1024:
+            # A spare buffer may be there, or be made at this moment.
+            if notice["descriptors"] > first["descriptors"] + 1 or notice["shared"] > first["shared"] + 4096:
                 raise BrokenError(f"left behind: {first} became {notice}")
             held = trio.all["store"].descriptors()
         finally:
