@@ -70,7 +70,7 @@ def fuzz(target: str, runs: int, seconds: int, seed: int, corpus: Path) -> str:
 
 
 def keep(target: str, corpus: Path) -> None:
-    """Takes what libFuzzer has kept, each input for what it alone covers, into the repository; the smallest, not all."""
+    """Takes what libFuzzer has kept, each input for what it alone covers, into the repository: the smallest of it."""
     found = sorted((path for path in corpus.iterdir() if path.stat().st_size), key=lambda path: path.stat().st_size)
     for path in found[:_KEPT]:
         data = path.read_bytes()
