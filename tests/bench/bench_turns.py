@@ -65,7 +65,7 @@ class Bench:
             **conversation.options,
         )
         pieces = aiter(answer)
-        await anext(pieces)
+        await anext(pieces, None)
         first = time.perf_counter() - began
         result = await answer.result()
         async with asyncio.timeout(30):
@@ -103,7 +103,7 @@ class Bench:
     async def pairs(self, tokens: int, repeats: int, times: list[float] | None = None) -> None:
         conversation = Conversation([{"role": "system", "content": "You answer in few words."}])
         question = f"Remember this: {self.text(tokens * 9 // 10)}."
-        _, result = await self.turn(conversation, question, max_tokens=2)
+        _, result = await self.turn(conversation, question, max_tokens=8)
         conversation.answered(question, result.text)
         plain = Conversation(conversation.messages, reusable=False)
         restored, fresh, gaps = [], [], {"restored": [], "afresh": []}
@@ -111,7 +111,7 @@ class Bench:
             question = f"What goes with {self.text(3)}?"
             for name, asked, seconds in (("restored", conversation, restored), ("afresh", plain, fresh)):
                 began = time.perf_counter()
-                first, result = await self.turn(asked, question, max_tokens=2)
+                first, result = await self.turn(asked, question, max_tokens=8)
                 seconds.append(first)
                 cached = result.cached_tokens
                 assert bool(cached) == bool(asked.options), cached

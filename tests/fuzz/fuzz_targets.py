@@ -22,16 +22,19 @@ from kvxfer.buffer import ConsumerBuffer
 from kvxfer.channel import Channel
 from kvxfer.errors import KvxferError
 from kvxfer.header import COMMITTED_OFFSET, HEADER_BYTES, Header
+from kvxfer.pool import BufferPool
 from tie.proto import store_pb2, warden_pb2
 from tie.runtime import kv_blocks
 from tie.store.client import StoreClient, StoreError
 from tie.store.entries import Entries, Limits
+from tie.store.memory import NAME
 from tie.store.server import ConnectionLimits, _Client
 from tie.warden.entry import HEADER_BYTES as ENTRY_HEADER_BYTES
 from tie.warden.entry import Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
 from tie.warden.keys import ConversationKey, Root
 from tie.warden.manifest import CacheFormat, Manifest, Segment
+from tie.warden.media import InMemory
 
 CORPUS = Path(__file__).with_name("corpus")
 PAGE = 4096
@@ -159,12 +162,12 @@ def store(data: bytes) -> None:
     """
     clock = itertools.count()
     limits = Limits(capacity=1 << 16, max_entry=1 << 15, max_entries=8, ttl_s=50, turnover_s=2)
-    reaper = _Reaper()
+    reaper, spares = _Reaper(), BufferPool(0, 0, NAME)
     entries = Entries(limits, lambda: float(next(clock)), reaper.close)
     at = 0
 
     def client() -> _Client:
-        return _Client(_Connection(), entries, ConnectionLimits(4, 1 << 16, 8, 1), reaper)  # type: ignore[arg-type]
+        return _Client(_Connection(), entries, ConnectionLimits(4, 1 << 16, 8, 1), reaper, spares)  # type: ignore[arg-type]
 
     talking = client()
     for _ in range(24):
@@ -240,7 +243,7 @@ def _sealed(salt: bytes, kind: Kind, manifest: bytes, blocks: int) -> bytes:
     shape = Shape.of(manifest, blocks, FORMAT.block_bytes if blocks else 0)
     out = bytearray(shape.entry_bytes)
     with mock.patch.object(secrets, "token_bytes", return_value=salt):
-        sealer = Sealer(KEY, kind, manifest, shape, memoryview(out))
+        sealer = Sealer(KEY, kind, manifest, shape, InMemory(memoryview(out)))
     for number in range(blocks):
         sealer.seal(memoryview(bytes([number]) * FORMAT.block_bytes))
     return bytes(out)
@@ -285,7 +288,7 @@ def entry(data: bytes) -> None:
 
 
 def _opened(sealed: bytes, kind: Kind, genuine: bytes) -> None:
-    opener = Opener(KEY, kind, memoryview(sealed))
+    opener = Opener(KEY, kind, InMemory(memoryview(sealed)))
     # Whatever opens was sealed with the key: header and manifest are what they were.
     assert sealed[: opener.shape.offset(0)] == genuine[: opener.shape.offset(0)]
     Manifest.decode(opener.manifest, FORMAT)

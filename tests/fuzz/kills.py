@@ -101,7 +101,7 @@ class Trio:
     def __init__(self, directory: Path, seed: int) -> None:
         table = node_config.StoreConfig(
             capacity_bytes=128 << 20, max_entry_bytes=16 << 20, turnover_s=0.001, connection_bytes=1 << 40,
-            connection_entries=1 << 30,
+            connection_entries=1 << 30, spare_bytes=4 << 20,
         )  # fmt: skip
         self._config = node_config.NodeConfig(run_dir=str(directory), store=table)
         self._toml = directory / "node.toml"
@@ -172,7 +172,8 @@ def run(victim: str, kills: int, seed: int) -> dict:
                 first = first or notice
             # Everything has recovered, and nothing has been left behind.
             trio.all["app"].wait_for("turn")
-            if notice["descriptors"] > first["descriptors"] or notice["shared"] > first["shared"] + 1024:
+            # A spare buffer may be there, or be made at this moment.
+            if notice["descriptors"] > first["descriptors"] + 1 or notice["shared"] > first["shared"] + 4096:
                 raise BrokenError(f"left behind: {first} became {notice}")
             held = trio.all["store"].descriptors()
         finally:

@@ -51,11 +51,11 @@ def keep_descriptors(channel, _):
 OPEN = Opener._open
 
 
-def open_without_wiping(self, number, start, end, into):
+def open_without_wiping(self, number, start, into):
     if number:
         into[:] = bytes([7]) * len(into)
         raise EntryError
-    OPEN(self, number, start, end, into)
+    OPEN(self, number, start, into)
 
 
 BREAKS = {

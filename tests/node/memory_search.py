@@ -28,7 +28,7 @@ def needles(words: list[str], ids: list[int], blocks: list[bytes]) -> dict[str, 
 
     Args:
         words: of the secret; a piece is three.
-        ids: its tokens; a piece is twelve.
+        ids: its tokens; a piece is 24.
         blocks: KV blocks that were computed of nothing else; pieces of several layers, of keys and of values.
     """
     found = {}
@@ -36,11 +36,11 @@ def needles(words: list[str], ids: list[int], blocks: list[bytes]) -> dict[str, 
         piece = " ".join(words[at : at + 3])
         found[f"words {at}: text"] = piece.encode()
         found[f"words {at}: utf-16"] = piece.encode("utf-16-le")
-    for at in range(0, len(ids) - 11, 12):
-        some = ids[at : at + 12]
+    for at in range(0, len(ids) - 23, 24):
+        some = ids[at : at + 24]
         found[f"ids {at}: varint"] = b"".join(map(_varint, some))
         for code, bits in (("H", 16), ("I", 32), ("Q", 64)):
-            found[f"ids {at}: {bits} bits"] = struct.pack(f"<12{code}", *some)
+            found[f"ids {at}: {bits} bits"] = struct.pack(f"<24{code}", *some)
     for number, block in enumerate(blocks):
         for part in range(8):
             values = block[len(block) // 8 * part :][:64]

@@ -132,8 +132,6 @@ class Conversation:
                 for number, (entry, block) in enumerate(self._sealed_blocks()):
                     if number % _AHEAD == 0:
                         producer.populate(number, min(_AHEAD, header.block_count - number))
-                    if block % _AHEAD == 0:
-                        entry.prefetch(block, min(_AHEAD, entry.manifest.block_count - block))
                     with producer.block(number) as target:
                         entry.open(block, target)
                     producer.commit(number + 1)

@@ -149,6 +149,7 @@ class StoreConfig(_Table, frozen=True):
     max_connections: Count = 1024
     connection_bytes: Count = 1024 * 1024 * 1024  # what one connection may write, in all
     connection_entries: Count = 64
+    spare_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 * 1024 * 1024  # one memfd made ahead of need; 0: none
     write_deadline_s: Seconds = 60.0  # from `new` to `put`
 
 

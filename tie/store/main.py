@@ -59,7 +59,7 @@ async def store(config: NodeConfig, lifetime: service.Lifetime) -> None:
         ttl_s=table.ttl_s,
         turnover_s=table.turnover_s,
     )
-    reaper = memory.Reaper()
+    reaper, spares = memory.Reaper(), memory.spares(table.spare_bytes)
     entries = Entries(limits, time.monotonic, reaper.close)
     server = StoreServer(
         entries,
@@ -70,6 +70,7 @@ async def store(config: NodeConfig, lifetime: service.Lifetime) -> None:
             write_s=table.write_deadline_s,
         ),
         reaper,
+        spares,
     )
     registry = prometheus_client.CollectorRegistry()
     registry.register(StoreCollector(entries, server))
@@ -84,6 +85,7 @@ async def store(config: NodeConfig, lifetime: service.Lifetime) -> None:
         lifetime.ready(config.sockets.store, config.sockets.store_control)
         await lifetime.stopping.wait()
     reaper.stop()
+    spares.close()
 
 
 def main() -> None:

@@ -7,20 +7,26 @@ import threading
 from typing import Final
 
 from kvxfer import seals
+from kvxfer.pool import BufferPool
 
 _INLINE_BYTES: Final = 1 << 20  # the kernel makes or frees so much in less time than a thread takes to start
-_NAME: Final = "tie-entry"  # shows in /proc/PID/maps
+NAME: Final = "tie-entry"  # shows in /proc/PID/maps
 
 
-async def make(size: int) -> int:
+def spares(size: int) -> BufferPool:
+    """Keeps one memfd of `size` bytes ready for the next large entry."""
+    return BufferPool(size, 1 if size else 0, NAME)
+
+
+async def make(size: int, pool: BufferPool) -> int:
     """A memfd of which every page is present, so that it is charged to this process's cgroup and not to the client's.
 
     Raises:
         OSError: there is not so much memory.
     """
     if size <= _INLINE_BYTES:
-        return _present(size)
-    making = asyncio.create_task(asyncio.to_thread(_present, size))
+        return _present(size, pool)
+    making = asyncio.create_task(asyncio.to_thread(_present, size, pool))
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:
@@ -28,11 +34,10 @@ async def make(size: int) -> int:
         raise
 
 
-def _present(size: int) -> int:
-    descriptor = seals.create(_NAME, size)
+def _present(size: int, pool: BufferPool) -> int:
+    descriptor = pool.take(size)
     try:
         seals.add(descriptor, seals.SIZE)  # the size is what was counted
-        os.posix_fallocate(descriptor, 0, size)
     except BaseException:
         os.close(descriptor)
         raise

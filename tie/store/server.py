@@ -18,6 +18,7 @@ from typing import Final
 
 from kvxfer import channel
 from kvxfer.errors import SealError
+from kvxfer.pool import BufferPool
 from tie.daemon import frames, log, socket_path
 from tie.daemon.errors import ProtocolError
 from tie.proto import store_pb2
@@ -59,12 +60,18 @@ class _Client:
     """One connection: its requests, one after another."""
 
     def __init__(
-        self, connection: socket.socket, entries: Entries, limits: ConnectionLimits, reaper: memory.Reaper
+        self,
+        connection: socket.socket,
+        entries: Entries,
+        limits: ConnectionLimits,
+        reaper: memory.Reaper,
+        spares: BufferPool,
     ) -> None:
         self._connection = connection
         self._entries = entries
         self._limits = limits
         self._reaper = reaper
+        self._spares = spares
         self._pending: _Pending | None = None
         self._transient: dict[bytes, Entry] = {}
         self._bytes = 0
@@ -133,7 +140,7 @@ class _Client:
         self._count += 1
         self._bytes += size
         try:
-            descriptor = await memory.make(size)
+            descriptor = await memory.make(size, self._spares)
         except OSError as error:
             # No memory, or no descriptor: the client does without, and the others keep what they have.
             self._entries.release(cost)
@@ -158,6 +165,7 @@ class _Client:
         self._entries.file(put.index, entry)
         if put.transient:
             self._transient[put.index] = entry
+        self._refill()
         return store_pb2.OUTCOME_DONE
 
     def _reply(self, outcome: "store_pb2.Outcome.ValueType", answer: Entry | _Pending | None) -> None:
@@ -172,6 +180,11 @@ class _Client:
             self._entries.release(self._pending.cost)
             self._reaper.close(self._pending.descriptor, self._pending.size)
             self._pending = None
+            self._refill()
+
+    def _refill(self) -> None:
+        if not self._entries.reserved:
+            self._spares.refill()  # nobody is writing: nobody is held up by it
 
 
 class StoreServer:
@@ -184,13 +197,15 @@ class StoreServer:
         entries: the table.
         limits: of each client.
         reaper: closes what a client does not finish.
+        spares: memory for large entries, made ahead of need.
     """
 
-    def __init__(self, entries: Entries, limits: ConnectionLimits, reaper: memory.Reaper) -> None:
+    def __init__(self, entries: Entries, limits: ConnectionLimits, reaper: memory.Reaper, spares: BufferPool) -> None:
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self._entries = entries
         self._limits = limits
         self._reaper = reaper
+        self._spares = spares
         self._clients: set[asyncio.Task[None]] = set()
 
     @property
@@ -239,7 +254,7 @@ class StoreServer:
 
     async def _converse(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, TimeoutError):
-            await _Client(connection, self._entries, self._limits, self._reaper).converse(self.outcomes)
+            await _Client(connection, self._entries, self._limits, self._reaper, self._spares).converse(self.outcomes)
 
     async def _sweep(self) -> None:
         while True:

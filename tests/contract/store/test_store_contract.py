@@ -241,6 +241,25 @@ def test_what_a_large_entry_took_is_given_back(store):
     wait_for(lambda: store.descriptors() == before - 1)
 
 
+def test_a_large_entry_may_lie_in_memory_that_was_made_ahead_of_need(make_store):
+    store = make_store(spare_bytes=4 << 20)
+    with store.client() as client:
+        assert client.get(random_index()) is None
+        before = store.descriptors()
+        for size in (4 << 20, 3 << 20, (4 << 20) + 1, 4096):
+            index, content = random_index(), secrets.token_bytes(size)
+            descriptor = client.new(size)
+            assert os.fstat(descriptor).st_blocks * 512 >= size  # all its pages are there
+            assert os.pread(descriptor, size, 0) == bytes(size)
+            os.pwrite(descriptor, content, 0)
+            seals.add(descriptor, seals.CONTENT)
+            client.put(index)
+            os.close(descriptor)
+            assert get(client, index) == content
+            client.drop(index)
+        wait_for(lambda: store.descriptors() <= before + 1)
+
+
 def test_nobody_listens_is_an_error(tmp_path):
     with pytest.raises(StoreError):
         StoreClient(tmp_path / "nobody.sock", timeout=1)
