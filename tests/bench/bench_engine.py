@@ -1,6 +1,6 @@
 """Where a decode step's time goes: drafts, plan, forward pass (and in it the gathering of keys and values), choosing.
 
-python tests/bench/bench_engine.py [--streams 16] [--context 128] [--steps 100] [--threads 1] [--set KEY=VALUE]
+python tests/bench/bench_engine.py [--streams 16] [--context 128] [--steps 150] [--threads 1] [--set KEY=VALUE]
 
 By the clock, and by the step thread's processor time, which other programs on the machine disturb less (with one thread
 the forward pass is all on it). What Triton and the app cost on top is measured by bench_node.py.
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, help="model bundle [default: the demo model's]")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--greedy", action="store_true", help="else temperature 0.8 and top-p 0.95")
     parser.add_argument("--speculation", action="store_true")

@@ -101,13 +101,12 @@ class Service:
 
     async def _ended(self, child: Child, notifications: "_NotifySocket") -> int:
         """The exit code; a child that hangs is killed."""
-        notifications.last_beat = None
+        notifications.begin()
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_WATCHDOG_S / 6):
                     return await child.wait()
-            beat = notifications.last_beat
-            if beat is not None and time.monotonic() - beat > _WATCHDOG_S:
+            if notifications.silence_s() > _WATCHDOG_S:
                 child.kill()
 
     def _tee(self, on_line: OnLine) -> OnLine:
@@ -123,9 +122,17 @@ class _NotifySocket:
 
     def __init__(self, path: Path, report: Report) -> None:
         self.path = path
-        self.last_beat: float | None = None  # on the monotonic clock
+        self._last_beat: float | None = None  # on the monotonic clock
         self._report = report
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+
+    def begin(self) -> None:
+        """A new child: its beats count from its first one."""
+        self._last_beat = None
+
+    def silence_s(self) -> float:
+        """Seconds since the last beat; 0 for a child that has not begun to beat."""
+        return 0.0 if self._last_beat is None else time.monotonic() - self._last_beat
 
     def __enter__(self) -> "_NotifySocket":
         self.path.unlink(missing_ok=True)
@@ -149,7 +156,7 @@ class _NotifySocket:
             if (name, value) == ("READY", "1"):
                 self._report.ready()
             elif (name, value) == ("WATCHDOG", "1"):
-                self.last_beat = time.monotonic()
+                self._last_beat = time.monotonic()
             elif name == "STATUS":
                 self._report.status(value)
 

@@ -67,8 +67,9 @@ def guard() -> int:
     beats = _listen_for_beats()
     probe = _start([sys.executable, "-P", "-m", "status_probe.main", "--config", os.environ[environment.CONFIG]])
     ended = os.pidfd_open(probe.pid)
+    awaited: list[int | socket.socket] = [ended, watcher, stop, beats]
     while True:
-        readable, _, _ = select.select([ended, watcher, stop, beats], [], [], _PROBE_SILENCE_S)
+        readable, _, _ = select.select(awaited, [], [], _PROBE_SILENCE_S)
         if readable != [beats]:
             break
         beats.recv(4096)

@@ -40,8 +40,8 @@ from tie.runtime.step_executor import StepExecutor
 _POLL_S = 0.02  # how often deadlines are looked at while there is nothing to compute but somebody waits
 _IDLE_S = 1.0
 # How many times as long a step of interactive answers may get by a prompt that somebody waits for, and by batch work.
-_PROMPT_PATIENCE = 1.75
-_BATCH_PATIENCE = 1.35
+_PROMPT_PATIENCE = 2.25
+_BATCH_PATIENCE = 1.5
 # How long answers that stream are held up in one step by copying the blocks of somebody's cached conversation.
 _RESTORE_S = 0.004
 
@@ -249,14 +249,18 @@ class Engine:
                 job.restored.close()
                 job.restored = None
 
-    def _pace(self, decodes: int, kind: Beside) -> int:
-        """How many tokens a step may compute beside so many interactive sequences that decode."""
+    def _pace(self, decodes: int, kind: Beside, prompts: int) -> int:
+        """How many tokens a step may compute beside so many interactive sequences that decode.
+
+        Longer where more wait for a first token than read on: else the first of many who come at once holds up all.
+        """
         limit = self._scheduler.limits.step_tokens
         alone = self._decode_cost.seconds(decodes)
         if alone is None:
             return limit
         cost = self._decode_cost if kind is Beside.DECODES else self._prompt_cost
-        patience = _PROMPT_PATIENCE if kind is Beside.INTERACTIVE_PROMPTS else _BATCH_PATIENCE
+        patient = kind is Beside.INTERACTIVE_PROMPTS
+        patience = _PROMPT_PATIENCE * max(1.0, prompts / decodes) if patient else _BATCH_PATIENCE
         return cost.rows_within(patience * alone, limit)
 
     def _read_inbox(self) -> None:

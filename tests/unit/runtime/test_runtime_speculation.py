@@ -68,6 +68,21 @@ def test_cost_follows_the_machine_and_not_an_outlier():
     assert cost.seconds(8) == pytest.approx(2.0, rel=0.01)
 
 
+def test_what_gets_dearer_raises_what_was_not_measured_meanwhile():
+    """A prompt's chunks get dearer with its context: a bound on their time must hold from its begin to its end."""
+    cost, patience, reached = StepCost(), 2.0, []
+    for rows in (256, 128, 64, 32, 16, 8):
+        cost.record(rows, 1.0 + rows / 64)
+    context = 0
+    while context < 4096:
+        rows = cost.rows_within(patience, 256)
+        seconds = 1.0 + rows * (1 + context / 2048) / 64
+        cost.record(rows, seconds)
+        reached.append(seconds)
+        context += rows
+    assert max(reached) < 1.4 * patience
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 600), st.floats(0.001, 1)), min_size=1, max_size=30),
     st.floats(0.001, 2),
@@ -92,7 +107,7 @@ def test_a_first_prompt_feels_its_way_up():
 
 def linear(base: float, row: float) -> StepCost:
     cost = StepCost()
-    for rows in range(1, 65):
+    for rows in (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64):  # one of each that are told apart
         cost.record(rows, base + row * rows)
     return cost
 
