@@ -23,6 +23,7 @@ from tie.daemon.errors import PeerDiedError, PeerError, PeerTimeoutError
 from tie.proto import control_pb2
 
 _STOP_S = 40.0
+_LAST_MOMENT_S = 2.0  # for the kernel to end those that end with their parent
 _POLL_S = 0.1
 
 
@@ -155,7 +156,10 @@ class LocalNode:
         return [_program(process) or str(process.pid) for process in left]
 
     def leftovers(self) -> list[psutil.Process]:
-        """Processes of this node that still run although `tie up` has ended."""
+        """Processes of this node that still run although `tie up` has ended.
+
+        One that the kernel ends with its parent (PR_SET_PDEATHSIG) is gone a moment after it: that much it gets.
+        """
         mine = str(self.run_dir)
         found = {process for process in self._seen if process.is_running() and process.pid != self.process.pid}
         for process in psutil.process_iter():
@@ -164,7 +168,8 @@ class LocalNode:
                     found.add(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return [process for process in found if _runs(process)]
+        _, alive = psutil.wait_procs([process for process in found if _runs(process)], timeout=_LAST_MOMENT_S)
+        return [process for process in alive if _runs(process)]
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -21,6 +22,8 @@ from tie.daemon import config as node_config
 from tie.daemon.hardening import die_with_parent
 from tie.proto import engine_pb2
 from tie.runtime.environment import shm_family
+
+T = TypeVar("T")
 
 START_S = 90.0  # importing torch on a busy machine
 STOP_S = 30.0
@@ -72,10 +75,22 @@ class Runtime:
 
     def identify(self) -> None:
         """Learns which process is which; all must have started."""
-        self.members = set(psutil.Process(self.process.pid).children(recursive=True))
-        commands = {entry: " ".join(entry.cmdline()[:5]) for entry in self.members}
+        commands = self.of_each(lambda member: " ".join(member.cmdline()[:5]))
+        self.members = set(commands)
         for role, pattern in ROLES.items():
             (self.roles[role],) = [entry for entry, command in commands.items() if pattern in command]
+
+    def of_each(self, what: Callable[[psutil.Process], T]) -> dict[psutil.Process, T]:
+        """`what` of every process that is in the container now.
+
+        Forks that try grammars out come and go: one that goes meanwhile is left out, one with a role must be there.
+        """
+        found = {}
+        for member in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[member] = what(member)
+        assert found.keys() >= set(self.roles.values())
+        return found
 
     def member(self, role: str) -> psutil.Process:
         """One of the container's processes, by its key in `ROLES`."""
