@@ -27,7 +27,7 @@ from tie.proto import cloudboard_pb2
 _LOOK_S = 0.25
 _SHOWN_S = 0.01  # each state lasts so long at least, for whoever watches
 _WARM_RETRY_S = 1.0
-_SUMMARY_CHARACTERS = 160
+_SUMMARY_CHARACTERS = 512
 _CALL_TIMEOUT_S = 5.0
 
 _REPORTED = {

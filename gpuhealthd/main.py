@@ -27,6 +27,7 @@ from tie.daemon.service import Lifetime, run
 from tie.proto import gpuhealth_pb2 as pb
 from tie.proto import gpuhealth_pb2_grpc
 
+_JUST_AFTER_S = 0.01
 _VERDICTS = {
     Verdict.HEALTHY: pb.VERDICT_HEALTHY,
     Verdict.DEGRADED: pb.VERDICT_DEGRADED,
@@ -77,7 +78,8 @@ class GpuHealth(gpuhealth_pb2_grpc.GpuHealthServicer):
                 yield message
                 shown, due = essence, loop.time() + self._heartbeat_s
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, due - loop.time())):
+                # Old data is said to be old at that moment, not at the next heartbeat.
+                async with asyncio.timeout(min(max(0.0, due - loop.time()), self._prober.good_for() + _JUST_AFTER_S)):
                     await changed.wait()
 
 

@@ -9,7 +9,7 @@ from gpuhealthd.nvml_codes import fault_of
 from gpuhealthd.snapshot import Device, Reading, Unit, label
 
 try:
-    import pynvml
+    import pynvml as pynvml  # noqa: PLC0414 (also for `gpuhealthd.nvml`)
 except ImportError:  # the extra is not installed: `gpuhealthd.nvml` says so in the verdict
     pynvml = None
 

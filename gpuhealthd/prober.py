@@ -86,6 +86,13 @@ class Prober:
             return blind("stale", self._history)[0], age
         return self._assessment, age
 
+    def good_for(self) -> float:
+        """Seconds for which `answer` stays as it is, if no look comes back."""
+        if self._taken_s is None or self._assessment.node.verdict is Verdict.UNAVAILABLE:
+            return float("inf")
+        left = self._taken_s + self._deadline_s - time.monotonic()
+        return left if left > 0 else float("inf")  # it is old already, and stays so
+
     async def run(self) -> None:
         """Looks for ever. Cancel it to end; the child is killed, and not waited for."""
         try:

@@ -73,7 +73,7 @@ class GpuHealthConfig(_Table, frozen=True):
 
     provider: Literal["cpu", "nvml"] = "cpu"
     poll_interval_s: Seconds = 2.0
-    stale_after_s: Seconds = 6.0
+    stale_after_s: Seconds = 4.0
     recover_after_polls: Count = 3
     min_available_bytes: int = 256 * 1024 * 1024
     max_load_per_core: float = 64.0

@@ -409,7 +409,7 @@ async def test_a_hung_call_is_unavailable_within_two_polls_while_every_answer_co
     make_daemon: Any, fake_driver: Path, where: str
 ) -> None:
     poll_s = 1.0
-    daemon = make_daemon(fake_driver, poll_interval_s=poll_s, stale_after_s=1.5 * poll_s)
+    daemon = make_daemon(fake_driver, poll_interval_s=poll_s, stale_after_s=2 * poll_s)  # as the defaults have it
     await daemon.start()
     await daemon.until_healthy()
     loop = asyncio.get_running_loop()
@@ -423,10 +423,9 @@ async def test_a_hung_call_is_unavailable_within_two_polls_while_every_answer_co
         if noticed is None and verdict.verdict == UNAVAILABLE:
             noticed = loop.time() - began
         await asyncio.sleep(0.02)
+    print(f"noticed after {noticed} s, slowest answer {slowest * 1000:.1f} ms")
     assert noticed is not None
-    assert (
-        noticed <= 2 * poll_s + poll_s / 2
-    )  # the look that hangs begins up to a poll later; and the watcher's own time
+    assert noticed <= 2 * poll_s + 0.5  # and this test's own time
     assert slowest < 0.05 * SLACK
     assert len(daemon.children()) == 1
 

@@ -184,6 +184,22 @@ async def test_a_killed_stub_is_noticed_at_once_and_recycled_away(node):
     assert node.shm_regions() == []
 
 
+async def test_a_hung_engine_is_missed_at_once_and_in_error_when_it_stays_so(node):
+    runtime = node.launch()
+    async with rpc.connect(node.sockets.probe) as channel:
+        watch = probe_pb2_grpc.StatusProbeStub(channel).Watch(probe_pb2.WatchRequest(), timeout=WAIT_S)
+        runtime.member("stub").send_signal(signal.SIGSTOP)
+        async with asyncio.timeout(WAIT_S):
+            while (missed := await watch.read()).last_canary.ok:
+                pass
+            assert (missed.state, missed.last_canary.error) == (probe_pb2.STATE_READY, "canary-timeout")
+            while (failed := await watch.read()).state == probe_pb2.STATE_READY:
+                pass
+        assert list(failed.reasons) == ["canary-timeout"]
+        watch.cancel()
+    runtime.member("stub").send_signal(signal.SIGCONT)
+
+
 async def test_a_client_that_holds_an_idle_stream_does_not_keep_the_container_alive(node):
     from tie.daemon.triton import service_pb2_grpc
 

@@ -100,16 +100,6 @@ async def told(probe, condition) -> probe_pb2.RuntimeStatus:
     return status
 
 
-async def test_a_hung_engine_is_missed_at_once_and_in_error_when_it_stays_so(runtime, probe):
-    with stopped(runtime.member("stub")):
-        missed = await told(probe, lambda status: not status.last_canary.ok)
-        assert missed.last_canary.error == "canary-timeout"
-        assert missed.state == probe_pb2.STATE_READY
-        failed = await told(probe, lambda status: status.state == probe_pb2.STATE_IN_ERROR)
-        assert list(failed.reasons) == ["canary-timeout"]
-    await told(probe, lambda status: status.state == probe_pb2.STATE_READY and status.last_canary.ok)
-
-
 async def test_a_late_canary_beside_an_engine_at_work_is_no_failure(runtime, node, probe):
     async with TritonClient(node.sockets.triton) as client:
         message = pb.GenerateRequest(token_ids=[1, 2], max_tokens=900, ignore_eos=True)
