@@ -455,10 +455,10 @@ async def test_an_envelope_refused_twice_is_an_error(edge, client, monkeypatch) 
     known = await client.node()
     wrong = NodeKey(known.node_id, PrivateKey.generate().public, known.not_after)
 
-    async def node() -> NodeKey:
+    async def key(node) -> NodeKey:
         return wrong
 
-    monkeypatch.setattr(client, "node", node)
+    monkeypatch.setattr(client, "_key", key)
     with pytest.raises(EnvelopeRefusedError) as refused:
         await ask(client)
     assert refused.value.code == "unknown_key"
