@@ -56,6 +56,7 @@ def send(pieces: Iterable[bytes]) -> bytes:
             while len(server) or len(asyncio.all_tasks()) > 1:
                 await asyncio.sleep(0)
         assert not faults
+        assert server._streams == 0
         return said
 
     return asyncio.run(run())

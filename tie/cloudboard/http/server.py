@@ -36,6 +36,7 @@ class Server:
         self.draining = False
         self.refused = self.displaced = 0
         self._handler = handler
+        self._streams = 0
         self._connections: set[Connection] = set()
         self._peers: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,6 +95,13 @@ class Server:
         """A connection waits from now on, or it does not."""
         if room is None or connection in self._connections:
             self._rooms.put(connection, room, asyncio.get_running_loop().time())
+
+    def count_streams(self, change: int) -> bool:
+        """Counts HTTP/2 streams that begin or end; False, and nothing counted, when there are too many."""
+        if change > 0 and self._streams + change > self.limits.all_streams:
+            return False
+        self._streams += change
+        return True
 
     def serve_exchange(self, exchange: Exchange, done: Callable[[], None]) -> "asyncio.Task[None]":
         """Serves one request in a task, and calls `done` after it."""
