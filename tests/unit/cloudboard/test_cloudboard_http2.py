@@ -10,6 +10,7 @@ from hyperframe.frame import ContinuationFrame, HeadersFrame, PingFrame, RstStre
 
 from tie.cloudboard.http.exchange import Exchange
 from tie.cloudboard.http.http2 import PREFACE
+from tie.cloudboard.http.rooms import Room
 
 DEADLINE_S = 60.0
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
@@ -217,14 +218,21 @@ async def test_a_beginning_that_drips(make_web, data: bytes) -> None:
     await web.until(lambda: len(web.server) == 0)
 
 
-async def test_an_idle_connection_is_told_to_go(make_web) -> None:
-    web = await make_web(idle_s=0.2)
-    assert goaway(await web.say(PREFACE + SETTINGS)) == ErrorCodes.NO_ERROR
-
-
-async def test_pings_keep_no_connection_alive(make_web, http2) -> None:
-    web = await make_web(idle_s=0.5)
+async def test_an_idle_connection_is_told_to_go(web, http2) -> None:
     client = await http2(web.port)
+    stream_id = client.request()
+    client.body(stream_id, b"")
+    await client.answer(stream_id)
+    web.hurry(Room.IDLE)
+    ended = await client.until(h2.events.ConnectionTerminated)
+    assert ended.error_code == ErrorCodes.NO_ERROR
+    assert not await client.pump()
+
+
+async def test_pings_keep_no_connection_alive(web, http2) -> None:
+    client = await http2(web.port)
+    await client.until(h2.events.SettingsAcknowledged)
+    web.hurry(Room.IDLE, 0.5)
 
     async def ping() -> None:
         while not client.closed:
