@@ -18,6 +18,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 _BACKLOG: Final = 1024
 _SWEEP_S: Final = 0.25
+_FAREWELL_S: Final = 0.5
 _SPARE_DESCRIPTORS: Final = 128  # for whatever the process has open beside connections
 
 
@@ -127,26 +128,31 @@ class Server:
         while True:
             await asyncio.sleep(_SWEEP_S)
             for connection in self._rooms.late(asyncio.get_running_loop().time()):
-                connection.late()
+                try:
+                    connection.late()
+                except Exception as error:  # noqa: BLE001 (without the sweep nothing here would ever end)
+                    log.failure("ingress.sweep-failed", error)
+                    connection.abort()
 
     async def _drain(self) -> None:
         self.draining = True
         for connection in list(self._connections):
             connection.drain()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.limits.drain_s):
-                while self._tasks:
-                    self._changed.clear()
-                    await self._changed.wait()
-        tasks = list(self._tasks)
-        for task in tasks:
+        await self._until(lambda: not self._tasks, self.limits.drain_s)
+        for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # What was said last is on its way, and clients close when they have read it.
+        await self._until(lambda: not self._connections, _FAREWELL_S)
         for connection in list(self._connections):
             connection.abort()
-        while self._connections:
-            self._changed.clear()
-            await self._changed.wait()
+        await self._until(lambda: not self._connections and not self._tasks, self.limits.drain_s)
+
+    async def _until(self, condition: Callable[[], bool], deadline: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
 
 
 def affordable(connections: int, others: int) -> int:
