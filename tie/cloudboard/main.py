@@ -42,15 +42,15 @@ async def serve(config: NodeConfig, lifetime: service.Lifetime) -> None:
     def register(server: grpc.aio.Server) -> None:
         cloudboard_pb2_grpc.add_CloudBoardServicer_to_server(Servicer(registry), server)
 
-    listening = listen(config.cloudboard)
-    async with rpc.connect(config.sockets.kps) as kps:
-        ingress = Ingress(config, registry, pool, Statements(kps), keys.read_statement_public(config))
-        server = Server(ingress, limits(config.cloudboard))
-        ingress.metrics.watch(server)
-        async with rpc.serve(config.sockets.node, register, metrics=ingress.metrics.text), pool.running():
-            log.event("ingress.listening", port=listening.getsockname()[1])
-            lifetime.ready(config.sockets.node)
-            await server.serve(listening, lifetime.stopping)
+    with listen(config.cloudboard) as listening:
+        async with rpc.connect(config.sockets.kps) as kps:
+            ingress = Ingress(config, registry, pool, Statements(kps), keys.read_statement_public(config))
+            server = Server(ingress, limits(config.cloudboard))
+            ingress.metrics.watch(server)
+            async with rpc.serve(config.sockets.node, register, metrics=ingress.metrics.text), pool.running():
+                log.event("ingress.listening", port=listening.getsockname()[1])
+                lifetime.ready(config.sockets.node)
+                await server.serve(listening, lifetime.stopping)
 
 
 def listen(config: CloudBoardConfig) -> socket.socket:

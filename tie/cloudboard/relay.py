@@ -14,7 +14,7 @@ from tie.envelope.errors import EnvelopeError
 from tie.proto import app_pb2, envelope_pb2
 
 WRITE_S: Final = 30.0
-LINGER_S: Final = 2.0
+LINGER_S: Final = 10.0  # the ingress closes at once; on a machine that is late with everything it must still hear
 GRACE_S: Final = 10.0  # beyond the limits that others keep: they say by themselves that time is up
 _BODY_OVERHEAD: Final = 32  # of an AppIn around the bytes it carries
 FRAME_LIMIT: Final = stream.Direction.REQUEST.max_ciphertext_bytes + 4096

@@ -56,7 +56,15 @@ class EnvelopeRefusedError(RefusedError):
 
 
 class UnreachableError(PeerError):
-    """Nothing answers at the node's address, or it is no ingress of ours."""
+    """Nothing answers at the node's address, or it is no ingress of ours.
+
+    Attributes:
+        sent: whether a request was on its way: it may have been read.
+    """
+
+    def __init__(self, message: str, *, sent: bool = False) -> None:
+        super().__init__(message)
+        self.sent = sent
 
 
 class NodeFailedError(PeerError):

@@ -5,6 +5,7 @@ Jobhelpers are real processes, one for each connection, started as a socket unit
 
 import asyncio
 import contextlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -251,16 +252,21 @@ def _free_port() -> int:
 
 @pytest.fixture
 async def make_edge() -> AsyncIterator[Callable[..., Awaitable[Edge]]]:
-    """Starts an edge; keyword arguments change its configuration."""
+    """Starts an edge, of the fleet of another if so told; other keyword arguments change its configuration."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def make(standby: int = 1, app: AppConfig | None = None, **cloudboard: object) -> Edge:
+        async def make(
+            standby: int = 1, app: AppConfig | None = None, fleet: Edge | None = None, **cloudboard: object
+        ) -> Edge:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="edge", dir="/tmp")))
             config = NodeConfig(
                 run_dir=str(directory),
                 app=app or AppConfig(),
                 cloudboard=CloudBoardConfig(port=_free_port(), standby=standby, **cloudboard),  # type: ignore[arg-type]
             )
+            if fleet is not None:
+                config.sockets.statement_key.parent.mkdir(mode=0o700)
+                shutil.copy(fleet.config.sockets.statement_key, config.sockets.statement_key)
             edge = Edge(config=config, config_path=directory / "node.toml")
             stack.push_async_callback(edge.stop)
             await edge.start()

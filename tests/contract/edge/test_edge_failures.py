@@ -81,6 +81,29 @@ async def test_an_envelope_for_another_key(edge, client) -> None:
     assert not edge.served
 
 
+async def test_an_envelope_for_a_key_that_is_no_more(edge, client) -> None:
+    body = (await session(client)).body
+    await edge.stop_kps()
+    await edge.start_kps()
+    reply = await post(edge, body)
+    assert (reply.status_code, reply.json()["error"]) == (409, "unknown_key")
+    assert not edge.served
+
+
+async def test_an_envelope_for_another_node(edge, client) -> None:
+    known = await client.node()
+    other = NodeKey("node-1", known.public, known.not_after)
+    body = Session(other, request_pb2.InferenceRequest(model="m")).body
+    reply = await post(edge, body)
+    assert (reply.status_code, reply.json()["error"]) == (404, "unknown_node")
+    # With the name of this one on it: the envelope was sealed to the other's name, and does not open.
+    messages = split(body)
+    messages[0].header.node_id = known.node_id
+    reply = await post(edge, joined(messages))
+    assert (reply.status_code, reply.json()["error"]) == (400, "refused")
+    assert not edge.served
+
+
 @pytest.mark.parametrize("change", ["model", "ciphertext", "last chunk", "order", "repeat", "missing", "early end"])
 async def test_a_changed_request_reaches_no_app_in_plaintext(edge, client, change: str) -> None:
     messages = split((await session(client, "x" * 200_000)).body)
@@ -455,10 +478,10 @@ async def test_an_envelope_refused_twice_is_an_error(edge, client, monkeypatch) 
     known = await client.node()
     wrong = NodeKey(known.node_id, PrivateKey.generate().public, known.not_after)
 
-    async def node() -> NodeKey:
+    async def key(node) -> NodeKey:
         return wrong
 
-    monkeypatch.setattr(client, "node", node)
+    monkeypatch.setattr(client, "_key", key)
     with pytest.raises(EnvelopeRefusedError) as refused:
         await ask(client)
     assert refused.value.code == "unknown_key"

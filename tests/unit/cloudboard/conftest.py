@@ -14,6 +14,7 @@ import pytest
 
 from tie.cloudboard.http.exchange import DisconnectedError, Exchange
 from tie.cloudboard.http.limits import Limits, Pace
+from tie.cloudboard.http.rooms import Room
 from tie.cloudboard.http.server import Server
 from tie.cloudboard.replies import RefusedRequestError
 
@@ -77,6 +78,10 @@ class Web:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         self.writers.append(writer)
         return reader, writer
+
+    def hurry(self, room: Room, seconds: float = 0.0) -> None:
+        """From now on connections may wait no longer than this."""
+        self.server._rooms._patience[room] = seconds  # type: ignore[index]
 
     async def say(self, data: bytes) -> bytes:
         """Sends bytes; all that comes back until the server closes."""

@@ -7,6 +7,7 @@ import pytest
 
 from tie.cloudboard.http.exchange import Exchange
 from tie.cloudboard.http.limits import Pace
+from tie.cloudboard.http.rooms import Room
 
 GET = b"GET /x?y HTTP/1.1\r\nhost: node\r\n\r\n"
 LAST = b"GET /x HTTP/1.1\r\nhost: node\r\nconnection: close\r\n\r\n"
@@ -163,12 +164,15 @@ async def test_a_body_that_drips(web) -> None:
     writer.close()
 
 
-async def test_an_idle_connection_is_closed(make_web) -> None:
-    web = await make_web(idle_s=0.2)
+async def test_an_idle_connection_is_closed(web) -> None:
     web.handler = path
-    assert await web.say(b"") == b""
-    data = await web.say(GET)
-    assert data.count(b"HTTP/1.1 200") == 1
+    reader, writer = await web.open()
+    silent, _ = await web.open()
+    writer.write(GET)
+    assert b"200" in await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 30)
+    web.hurry(Room.IDLE)
+    assert await asyncio.wait_for(reader.read(), 30) == b""
+    assert await asyncio.wait_for(silent.read(), 30) == b""
 
 
 async def test_a_request_cut_short_is_answered(web) -> None:

@@ -10,7 +10,9 @@ from hyperframe.frame import ContinuationFrame, HeadersFrame, PingFrame, RstStre
 
 from tie.cloudboard.http.exchange import Exchange
 from tie.cloudboard.http.http2 import PREFACE
+from tie.cloudboard.http.rooms import Room
 
+DEADLINE_S = 60.0
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 
@@ -216,14 +218,21 @@ async def test_a_beginning_that_drips(make_web, data: bytes) -> None:
     await web.until(lambda: len(web.server) == 0)
 
 
-async def test_an_idle_connection_is_told_to_go(make_web) -> None:
-    web = await make_web(idle_s=0.2)
-    assert goaway(await web.say(PREFACE + SETTINGS)) == ErrorCodes.NO_ERROR
-
-
-async def test_pings_keep_no_connection_alive(make_web, http2) -> None:
-    web = await make_web(idle_s=0.5)
+async def test_an_idle_connection_is_told_to_go(web, http2) -> None:
     client = await http2(web.port)
+    stream_id = client.request()
+    client.body(stream_id, b"")
+    await client.answer(stream_id)
+    web.hurry(Room.IDLE)
+    ended = await client.until(h2.events.ConnectionTerminated)
+    assert ended.error_code == ErrorCodes.NO_ERROR
+    assert not await client.pump()
+
+
+async def test_pings_keep_no_connection_alive(web, http2) -> None:
+    client = await http2(web.port)
+    await client.until(h2.events.SettingsAcknowledged)
+    web.hurry(Room.IDLE, 0.5)
 
     async def ping() -> None:
         while not client.closed:
@@ -280,6 +289,28 @@ async def test_more_streams_than_allowed(make_web, http2) -> None:
     ended = await client.until(h2.events.ConnectionTerminated)
     assert ended.error_code == ErrorCodes.PROTOCOL_ERROR
     await web.until(lambda: not web.server._tasks)
+
+
+async def test_more_streams_on_all_connections_than_allowed(make_web, http2) -> None:
+    web = await make_web(all_streams=3, linger_s=DEADLINE_S)
+
+    async def refuse(exchange: Exchange) -> None:
+        await (exchange.reply("busy") if exchange.method == "POST" else hold(exchange))
+
+    web.handler = refuse
+    working, lingering, late = [await http2(web.port) for _ in range(3)]
+    for _ in range(2):
+        await working.until(h2.events.DataReceived, working.request("GET", end=True))
+    refused = lingering.request()  # answered, and its body still counts
+    assert await lingering.error(refused) == (503, "busy")
+    reset = await late.until(h2.events.StreamReset, late.request("GET", end=True))
+    assert reset.error_code == ErrorCodes.REFUSED_STREAM
+    lingering.body(refused, b"")
+    await web.until(lambda: web.server._streams == 2)
+    await late.until(h2.events.DataReceived, late.request("GET", end=True))
+    working.writer.close()
+    late.writer.close()
+    await web.until(lambda: web.server._streams == 0)
 
 
 async def test_a_stop_lets_requests_finish_and_takes_no_new_ones(web, http2) -> None:

@@ -53,9 +53,10 @@ def send(pieces: Iterable[bytes]) -> bytes:
             said = b""
         writer.close()
         async with asyncio.timeout(20):
-            while len(server) or len(asyncio.all_tasks()) > 1:
+            while len(server) or server._tasks or len(asyncio.all_tasks()) > 1:
                 await asyncio.sleep(0)
         assert not faults
+        assert server._streams == 0
         return said
 
     return asyncio.run(run())

@@ -20,6 +20,9 @@ class Host(Protocol):
     def draining(self) -> bool:
         """Whether it takes no new requests."""
 
+    def count_streams(self, change: int) -> bool:
+        """Counts HTTP/2 streams that begin or end; False, and nothing counted, when there are too many."""
+
     def serve_exchange(self, exchange: Exchange, done: Callable[[], None]) -> "asyncio.Task[None]":
         """Serves one request in a task, and calls `done` after it."""
 

@@ -89,6 +89,8 @@ class Http2:
         self._last = True
         for timer in self._lingering.values():
             timer.cancel()
+        self._host.count_streams(-len(self._lingering))
+        self._lingering.clear()
         for stream in self._streams.values():
             stream.cancel()
 
@@ -171,7 +173,7 @@ class Http2:
                 self._end(None)
 
     def _begin(self, stream_id: int, headers: Headers) -> None:
-        if self._last:
+        if self._last or not self._host.count_streams(1):
             self.reset(stream_id, ErrorCodes.REFUSED_STREAM)
             return
         fields = [(bytes(name), bytes(value)) for name, value in headers]
@@ -188,6 +190,7 @@ class Http2:
         stream = self._streams.get(stream_id)
         if timer is not None:
             timer.cancel()
+            self._host.count_streams(-1)
         elif stream is not None and reset:
             stream.cancel()
         elif stream is not None:
@@ -196,18 +199,20 @@ class Http2:
     def _over(self, stream_id: int) -> None:
         """A request has been answered, or broken off."""
         stream = self._streams.pop(stream_id)
-        if self._last and not self._streams:
-            self._end(None)
-            return
         if stream.exchange.ended and not stream.exchange.received and not self._last:
             # Clients that send before they read see the answer only at the end of what they send.
             self._lingering[stream_id] = asyncio.get_running_loop().call_later(
                 self._host.limits.linger_s, self._cut, stream_id
             )
+        else:
+            self._host.count_streams(-1)
+        if self._last and not self._streams:
+            self._end(None)
         self._settle()
 
     def _cut(self, stream_id: int) -> None:
         del self._lingering[stream_id]
+        self._host.count_streams(-1)
         self.reset(stream_id, ErrorCodes.NO_ERROR)  # RFC 9113 section 8.1: the answer stands
 
     def _settle(self) -> None:

@@ -19,6 +19,7 @@ class Limits:
         connections: at once. Beyond that the one that has waited longest makes room.
         connections_per_peer: at once from one address.
         streams: requests at once on one HTTP/2 connection.
+        all_streams: requests at once on all of them, those that are refused and still come in among them.
         idle_s: without a request.
         head_s: from the first byte of a request's head to its last.
         write_s: for the client to take one piece of a response.
@@ -29,6 +30,7 @@ class Limits:
     connections: int = 12_000
     connections_per_peer: int = 12_000
     streams: int = 256
+    all_streams: int = 16_384
     idle_s: float = 60.0
     head_s: float = 10.0
     write_s: float = 30.0

@@ -18,6 +18,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 _BACKLOG: Final = 1024
 _SWEEP_S: Final = 0.25
+_FAREWELL_S: Final = 0.5
 _SPARE_DESCRIPTORS: Final = 128  # for whatever the process has open beside connections
 
 
@@ -36,6 +37,7 @@ class Server:
         self.draining = False
         self.refused = self.displaced = 0
         self._handler = handler
+        self._streams = 0
         self._connections: set[Connection] = set()
         self._peers: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,6 +97,13 @@ class Server:
         if room is None or connection in self._connections:
             self._rooms.put(connection, room, asyncio.get_running_loop().time())
 
+    def count_streams(self, change: int) -> bool:
+        """Counts HTTP/2 streams that begin or end; False, and nothing counted, when there are too many."""
+        if change > 0 and self._streams + change > self.limits.all_streams:
+            return False
+        self._streams += change
+        return True
+
     def serve_exchange(self, exchange: Exchange, done: Callable[[], None]) -> "asyncio.Task[None]":
         """Serves one request in a task, and calls `done` after it."""
         task = asyncio.create_task(self._run(exchange))
@@ -119,26 +128,31 @@ class Server:
         while True:
             await asyncio.sleep(_SWEEP_S)
             for connection in self._rooms.late(asyncio.get_running_loop().time()):
-                connection.late()
+                try:
+                    connection.late()
+                except Exception as error:  # noqa: BLE001 (without the sweep nothing here would ever end)
+                    log.failure("ingress.sweep-failed", error)
+                    connection.abort()
 
     async def _drain(self) -> None:
         self.draining = True
         for connection in list(self._connections):
             connection.drain()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.limits.drain_s):
-                while self._tasks:
-                    self._changed.clear()
-                    await self._changed.wait()
-        tasks = list(self._tasks)
-        for task in tasks:
+        await self._until(lambda: not self._tasks, self.limits.drain_s)
+        for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # What was said last is on its way, and clients close when they have read it.
+        await self._until(lambda: not self._connections, _FAREWELL_S)
         for connection in list(self._connections):
             connection.abort()
-        while self._connections:
-            self._changed.clear()
-            await self._changed.wait()
+        await self._until(lambda: not self._connections and not self._tasks, self.limits.drain_s)
+
+    async def _until(self, condition: Callable[[], bool], deadline: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
 
 
 def affordable(connections: int, others: int) -> int:
