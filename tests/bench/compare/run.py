@@ -78,8 +78,9 @@ def environment(peer: str, root: Path) -> str:
         venv.create(directory, clear=True, with_pip=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True, timeout=PEER_S)
         if peer == "vllm":  # the index's build of it is for another torch, and vLLM does without
-            command = [python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"]
-            subprocess.run(command, check=True, timeout=60)
+            subprocess.run(
+                [python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"], check=True, timeout=60
+            )
         complete.touch()
     return str(python)
 
