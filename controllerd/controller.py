@@ -206,17 +206,25 @@ class Controller:
         reason = ",".join((happening.code, *happening.more))[:160]
         match happening.kind:
             case "state":
-                fields = {"from_state": happening.before, "to_state": happening.after}
-                log.event("node.transition", reason=happening.code, **fields)
-                notify(f"STATUS={happening.after} ({happening.code})")
+                before, after = happening.before, happening.after
+                log.event("node.transition", reason=happening.code, from_state=before, to_state=after)
+                notify(f"STATUS={after} ({happening.code})")
             case "runtime":
                 log.event("runtime.seen", instance_id=happening.after)
             case "recycled":
                 log.event("recycle.finished", status=happening.code, instance_id=happening.after)
             case "given-up":
                 log.event("node.given-up", reason=reason, action="call-somebody")
-            case "peer" | "recycle" | "gpu" | "owner" | "maintenance":
-                log.event(f"node.{happening.kind}", reason=reason, peer=happening.after)
+            case "peer":
+                log.event("node.peer", reason=reason, peer=happening.after)
+            case "recycle":
+                log.event("node.recycle", reason=reason)
+            case "gpu":
+                log.event("node.gpu", reason=reason)
+            case "owner":
+                log.event("node.owner", reason=reason)
+            case "maintenance":
+                log.event("node.maintenance", reason=reason)
             case _:
                 raise ValueError(happening.kind)
         self.bell.ring()
