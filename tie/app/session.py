@@ -23,6 +23,7 @@ from tie.proto import app_pb2, request_pb2, runtime_pb2
 
 if TYPE_CHECKING:
     from tie.app.reuse import Reuse
+    from tie.warden.keys import ConversationKey
 
 
 class Session:
@@ -45,6 +46,7 @@ class Session:
         writer.transport.set_write_buffer_limits(0)  # drained means: the kernel has it, and this process may end
         self._stopping = stopping
         self._request_id = ""
+        self._dek = b""
         self._generation: Generation | None = None
         self._reuse: Reuse | None = None
         self._prompt: tuple[int, ...] = ()
@@ -82,7 +84,7 @@ class Session:
         opened = await self._incoming.open()
         if opened is None:
             return None  # connected ahead of time and never used
-        self._request_id = opened.request_id
+        self._request_id, self._dek = opened.request_id, opened.dek
         limits = Limits.of(self._config.app, opened.limits)
         deadline = time.monotonic() + limits.time_s
         try:
@@ -100,16 +102,25 @@ class Session:
     ) -> Outcome:
         # In a thread: a long prompt takes seconds to tokenize, and an abort must be seen meanwhile.
         asked, turn_key = await asyncio.to_thread(_understand, model, body, limits, self._request_id)
-        if turn_key:
-            # Here, because it brings the cryptography library into a process that mostly needs none.
+        key = self._key(turn_key)
+        if key:
+            # Here, because it brings the cryptography library, which no start should wait for.
             from tie.app.reuse import Reuse
-            from tie.warden.keys import ConversationKey, Root
 
-            key = ConversationKey(Root.TURN, turn_key)
             self._prompt = tuple(asked.token_ids)
             self._reuse = await Reuse.begin(key, runtime, asked, self._config)
         self._generation = Generation(asked, model.tokenizer, self._sender)
         return await self._generation.run(runtime.triton, timeout=max(0.001, deadline - time.monotonic()))
+
+    def _key(self, turn_key: bytes) -> "ConversationKey | None":
+        """What the request's KV cache is sealed under; None: it is not cached."""
+        from tie.warden.keys import ConversationKey, Root
+
+        if turn_key:
+            return ConversationKey(Root.TURN, turn_key)
+        if self._config.app.cache_without_turn_key:
+            return ConversationKey(Root.REQUEST, self._dek)
+        return None
 
     async def _save(self) -> None:
         """Files the conversation for its next turn. The answer is with the jobhelper, and the connection has ended."""

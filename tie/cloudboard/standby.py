@@ -65,16 +65,11 @@ class Jobhelper:
         """The next message, or None at the end. Raises as `frames.read_message`."""
         return await frames.read_message(self._reader, envelope_pb2.JobOut, limit=_FRAME_LIMIT, timeout=timeout)
 
-    def end(self) -> None:
-        """Ends our half: nothing more of the request will come."""
-        if self._writer.can_write_eof() and not self._writer.is_closing():
-            self._writer.write_eof()
-
     def close(self) -> None:
         """Closes the connection; the jobhelper stops its app."""
         if self._watch is not None:
             self._watch.cancel()
-        self._writer.close()
+        self._writer.transport.abort()  # what it has not read yet, it need not read any more
 
     def watch(self, gone: asyncio.Event) -> None:
         """While it stands by: sets `gone` as soon as it has ended."""

@@ -59,6 +59,8 @@ class _CodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Code.ValueType],
     CODE_IMAGE: _Code.ValueType  # 7
     CODE_UNSUPPORTED: _Code.ValueType  # 8
     CODE_INTERNAL: _Code.ValueType  # 9
+    CODE_REPLACED: _Code.ValueType  # 10
+    """cut at the drain deadline"""
 
 class Code(_Code, metaclass=_CodeEnumTypeWrapper): ...
 
@@ -73,6 +75,8 @@ CODE_GRAMMAR: Code.ValueType  # 6
 CODE_IMAGE: Code.ValueType  # 7
 CODE_UNSUPPORTED: Code.ValueType  # 8
 CODE_INTERNAL: Code.ValueType  # 9
+CODE_REPLACED: Code.ValueType  # 10
+"""cut at the drain deadline"""
 Global___Code: _TypeAlias = Code  # noqa: Y015
 
 class _KvRefusal:

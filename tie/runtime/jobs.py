@@ -192,11 +192,6 @@ class Jobs:
             finished = runtime_pb2.Finished(reason=runtime_pb2.REASON_CANCELLED)
             self._end(job, runtime_pb2.GenerateEvent(finished=finished), "cancelled")
 
-    def cancel_all(self) -> None:
-        """Ends every request."""
-        for job in list(self._jobs):
-            self.cancel(job)
-
     def fail(self, job: Job, code: "runtime_pb2.Code.ValueType", detail: str) -> None:
         """Ends a request with an error."""
         if not job.done:
