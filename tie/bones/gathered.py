@@ -19,7 +19,7 @@ from tie.bones.batch import Span
 from tie.bones.config import ModelConfig
 
 _PATIENCE = 4  # times in a row that the same sequences decode together before anything is kept: to begin costs much
-_GROWTH = 64  # tokens of room for what comes; when it is used up, everything is gathered once more
+_GROWTH = 128  # tokens of room for what comes; when it is used up, everything is gathered once more
 
 
 @dataclass(frozen=True, slots=True, eq=False)

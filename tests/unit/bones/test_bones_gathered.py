@@ -51,7 +51,7 @@ def test_logits_are_the_same_as_without(make_executor):
     kept = 0
     for seed in range(10):
         players = [
-            Player(make_executor(num_blocks=80, block_tokens=BLOCK), residences=residences, seed=seed)
+            Player(make_executor(num_blocks=200, block_tokens=BLOCK), residences=residences, seed=seed)
             for residences in (True, False)
         ]
         for _ in range(160):
