@@ -34,9 +34,11 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, help="model bundle [default: the demo model's]")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     bundle = options.bundle or demo_bundle(cache_dir() / "demo-bundle").directory
-    with running(bundle, [f"runtime.threads={options.threads}", "runtime.speculation=off"]) as (service, _):
+    overrides = [f"runtime.threads={options.threads}", "runtime.speculation=off", *options.overrides]
+    with running(bundle, overrides) as (service, _):
         bench = Bench(service.engine, time.perf_counter)
         took: dict[str, tuple[float, str]] = {}
 

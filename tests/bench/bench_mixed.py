@@ -107,10 +107,11 @@ def main() -> None:
     parser.add_argument("--undisturbed", type=int, default=100, help="tokens of each stream")
     parser.add_argument("--processor", action="store_true")
     parser.add_argument("--speculation", action="store_true", help="else tokens come one by one")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     bundle = options.bundle or demo_bundle(cache_dir() / "demo-bundle").directory
     overrides = [f"runtime.threads={options.threads}", f"runtime.max_waiting={options.flood + 16}"]
-    overrides.append(f"runtime.speculation={'auto' if options.speculation else 'off'}")
+    overrides += [f"runtime.speculation={'auto' if options.speculation else 'off'}", *options.overrides]
     with running(bundle, overrides) as (service, _):
         clock = time.thread_time if options.processor else time.perf_counter
         service.engine._clock = clock
