@@ -7,7 +7,7 @@ from tie.runtime.scheduler import Beside
 from tie.runtime.step_cost import StepCost
 
 # How many times as long a step of interactive answers may get by a prompt that somebody waits for, and by batch work.
-_PROMPT_PATIENCE: Final = 2.25
+_PROMPT_PATIENCE: Final = 2.5
 _BATCH_PATIENCE: Final = 1.5
 
 
