@@ -187,7 +187,7 @@ async def serve(config: NodeConfig, lifetime: service.Lifetime) -> None:
         kps_pb2_grpc.add_KeyProtectionServicer_to_server(Servicer(protection), server)
 
     async with rpc.serve(config.sockets.kps, register, metrics=protection.metrics):
-        lifetime.ready()
+        lifetime.ready(config.sockets.kps)
         await lifetime.stopping.wait()
 
 

@@ -49,7 +49,7 @@ async def serve(config: NodeConfig, lifetime: service.Lifetime) -> None:
             ingress.metrics.watch(server)
             async with rpc.serve(config.sockets.node, register, metrics=ingress.metrics.text), pool.running():
                 log.event("ingress.listening", port=listening.getsockname()[1])
-                lifetime.ready()
+                lifetime.ready(config.sockets.node)
                 await server.serve(listening, lifetime.stopping)
 
 

@@ -16,6 +16,7 @@ from tie.proto import envelope_pb2
 READY_S: Final = 65.0  # a little more than the jobhelper gives its app
 WRITE_S: Final = 30.0
 _FRAME_LIMIT: Final = Direction.RESPONSE.max_ciphertext_bytes + 4096
+_BREATH_S: Final = 1.0  # from a request's start until the pool is filled up: they often come in bursts
 _BACKOFF_S: Final = (0.2, 5.0)  # first and longest pause after a jobhelper that did not become ready
 
 
@@ -145,11 +146,14 @@ class StandbyPool:
         pause = _BACKOFF_S[0]
         while True:
             self._room.clear()
-            if not self._registry.takes_requests() or len(self._idle) >= self._size:
+            full = len(self._idle) >= self._size
+            if full or not self._registry.takes_requests():
                 await self._room.wait()
+                if full:
+                    # Filling up is no hurry: the requests that begin now need the cores more. One at a time, therefore.
+                    await asyncio.sleep(_BREATH_S)
                 continue
             try:
-                # One at a time: filling up is no hurry, and requests need the cores more.
                 jobhelper = await self.new()
             except NoJobhelperError as error:
                 log.failure("standby.failed", error)

@@ -101,6 +101,7 @@ _FAILURES: Final = MappingProxyType(
         app_pb2.STATUS_CANCELLED: "the request was cancelled",
         app_pb2.STATUS_INTERNAL: "the node failed",
         app_pb2.STATUS_APP_DIED: "the process that served the request ended",
+        app_pb2.STATUS_REPLACED: "the node had to restart before the answer was done: send it again",
     }
 )
 

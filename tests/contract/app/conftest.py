@@ -91,7 +91,7 @@ class FakeRuntime(service_pb2_grpc.GRPCInferenceServiceServicer):
     def _reply(event: runtime_pb2.GenerateEvent) -> Any:
         payload = event.SerializeToString()
         reply = service_pb2.ModelStreamInferResponse()
-        reply.infer_response.raw_output_contents.append(len(payload).to_bytes(4, "little") + payload)
+        reply.infer_response.raw_output_contents.append(payload)
         return reply
 
     @staticmethod
