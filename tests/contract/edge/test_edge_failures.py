@@ -321,9 +321,13 @@ async def test_a_new_key_is_fetched_once(edge, client) -> None:
 
 async def test_without_a_key_service_nothing_is_accepted(edge, client) -> None:
     await client.node()
+    body = (await session(client)).body
     await edge.stop_kps()
     with pytest.raises(NodeBusyError):
         await ask(client)
+    reply = await post(edge, body)
+    assert (reply.status_code, reply.json()["error"]) == (503, "unavailable")
+    assert not edge.served
     await edge.start_kps()
     assert await ask(client) == "hello there "
 
