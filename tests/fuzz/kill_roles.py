@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import random
-import socket
 import struct
 import sys
 import threading
@@ -222,9 +221,8 @@ def main() -> None:
     """The process of a role."""
     role, directory, store, seed = sys.argv[1:]
     kv, generate = Path(directory) / "kv.sock", Path(directory) / "gen.sock"
-    generate.unlink(missing_ok=True) if role == "runtime" else None
-    socket.setdefaulttimeout(None)
     if role == "runtime":
+        generate.unlink(missing_ok=True)  # of one that was killed
         Runtime(kv, generate).run()
     App(kv, generate, Path(store), int(seed)).run()
 
