@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import struct
 import sys
 import threading
@@ -221,6 +222,8 @@ def main() -> None:
     """The process of a role."""
     role, directory, store, seed = sys.argv[1:]
     kv, generate = Path(directory) / "kv.sock", Path(directory) / "gen.sock"
+    if role == "app":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # as in its unit: it may write no file, nor to a memfd
     if role == "runtime":
         generate.unlink(missing_ok=True)  # of one that was killed
         Runtime(kv, generate).run()
