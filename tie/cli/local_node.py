@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -36,11 +36,26 @@ class LocalNode:
         process: `tie up`.
     """
 
-    def __init__(self, *, bundle: Path | None = None, overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        bundle: Path | None = None,
+        overrides: Sequence[str] = (),
+        prepare: Callable[[Path], None] = lambda _: None,
+    ) -> None:
+        """Starts it.
+
+        Args:
+            bundle: of the model; the demo model's unless given.
+            overrides: as for `tie up --set`.
+            prepare: called with the run directory before anything is in it.
+        """
         # A folder directly under /tmp: paths of Unix sockets are short.
-        self._folder = tempfile.TemporaryDirectory(prefix="tie-", dir="/tmp")
+        # What `prepare` mounted there keeps the folder busy, and is for its owner to take away.
+        self._folder = tempfile.TemporaryDirectory(prefix="tie-", dir="/tmp", ignore_cleanup_errors=True)
         self.run_dir = Path(self._folder.name) / "run"
         self._log = Path(self._folder.name) / "log"
+        prepare(self.run_dir)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]

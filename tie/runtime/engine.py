@@ -29,19 +29,16 @@ from tie.runtime.jobs import Job, Jobs, Sink
 from tie.runtime.keeping import Keep
 from tie.runtime.kv_blocks import Restored
 from tie.runtime.metrics import EngineMetrics
+from tie.runtime.pace import Pace
 from tie.runtime.plan import Plan, PlannedSlice
 from tie.runtime.request import Bounds, Request
-from tie.runtime.scheduler import Beside, Limits, Scheduler
+from tie.runtime.scheduler import Limits, Scheduler
 from tie.runtime.sequence import Sequence
 from tie.runtime.speculation import Speculation
-from tie.runtime.step_cost import StepCost
 from tie.runtime.step_executor import StepExecutor
 
 _POLL_S = 0.02  # how often deadlines are looked at while there is nothing to compute but somebody waits
 _IDLE_S = 1.0
-# How many times as long a step of interactive answers may get by a prompt that somebody waits for, and by batch work.
-_PROMPT_PATIENCE = 1.75
-_BATCH_PATIENCE = 1.35
 # How long answers that stream are held up in one step by copying the blocks of somebody's cached conversation.
 _RESTORE_S = 0.004
 
@@ -112,10 +109,9 @@ class Engine:
             on_end=self._ended,
             later=self._tell,
         )
-        # By rows, of steps with and without a prompt: those compute fewer logits.
-        self._decode_cost, self._prompt_cost = StepCost(), StepCost()
+        self._pace = Pace(limits.step_tokens)
         self._speculates = speculation
-        self._speculation = Speculation(self._decode_cost)
+        self._speculation = Speculation(self._pace.decode_cost)
         self._chooser = Chooser(self._jobs, self._speculation)
         self._drain_deadline: float | None = None
         self._stopping = False
@@ -162,7 +158,7 @@ class Engine:
         self._tell(lambda: self._jobs.cancel(job))
 
     def drain(self, deadline_s: float) -> None:
-        """Refuses new requests from now on; cancels those that still run after `deadline_s` seconds."""
+        """Refuses new requests from now on; cuts off those that still run after `deadline_s` seconds."""
         deadline = time.monotonic() + deadline_s
         with self._wake:
             if self._state == engine_pb2.STATE_READY:
@@ -216,7 +212,7 @@ class Engine:
                 self._enforce_deadlines(time.monotonic())
                 if self._speculates:
                     self._speculation.draft(self._scheduler.decoding())
-                plan = self._scheduler.plan(self._pace, self._restore)
+                plan = self._scheduler.plan(self._pace.tokens, self._restore)
                 if plan.slices:
                     self._step(plan)
                 elif self._chooser:
@@ -249,16 +245,6 @@ class Engine:
                 job.restored.close()
                 job.restored = None
 
-    def _pace(self, decodes: int, kind: Beside) -> int:
-        """How many tokens a step may compute beside so many interactive sequences that decode."""
-        limit = self._scheduler.limits.step_tokens
-        alone = self._decode_cost.seconds(decodes)
-        if alone is None:
-            return limit
-        cost = self._decode_cost if kind is Beside.DECODES else self._prompt_cost
-        patience = _PROMPT_PATIENCE if kind is Beside.INTERACTIVE_PROMPTS else _BATCH_PATIENCE
-        return cost.rows_within(patience * alone, limit)
-
     def _read_inbox(self) -> None:
         with self._wake:
             if not self._inbox and not self._scheduler.running:
@@ -271,15 +257,14 @@ class Engine:
         self._jobs.enforce_deadlines(now)
         if self._drain_deadline is not None and now >= self._drain_deadline:
             self._drain_deadline = None
-            self._jobs.cancel_all()
+            self._jobs.fail_all(runtime_pb2.CODE_REPLACED, "the node had to restart: send it again")
 
     def _ended(self, job: Job) -> None:
         with self._wake:
             self._unfinished -= len(job.request.params)
 
     def _record(self, plan: Plan, seconds: float) -> None:
-        cost = self._decode_cost if all(part.logits for part in plan.slices) else self._prompt_cost
-        cost.record(plan.tokens, seconds)
+        self._pace.record(plan, seconds)
         self._steps += 1
         self._last_step = time.monotonic()
         self._max_batch = max(self._max_batch, len(plan.slices))

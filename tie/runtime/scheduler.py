@@ -53,8 +53,9 @@ class Beside(enum.Enum):
     DECODES = "decodes"
 
 
-Pace = Callable[[int, Beside], int]
-"""How many tokens a step may compute when so many interactive sequences decode in it, beside something else."""
+Pace = Callable[[int, Beside, int], int]
+"""How many tokens a step may compute when so many interactive sequences decode in it, beside something else, and so
+many interactive prompts."""
 
 
 Restore = Callable[[list[Sequence]], None]
@@ -165,7 +166,8 @@ class Scheduler:
         first = [entry for entry in decodes if entry.priority is not Priority.BATCH]
         budget = self.limits.step_tokens
         if pace is not None and first:
-            budget = min(budget, max(pace(len(first), _beside(prompts)), len(first) + LEAST))
+            asking = sum(entry.priority is not Priority.BATCH for entry in prompts)
+            budget = min(budget, max(pace(len(first), _beside(prompts), asking), len(first) + LEAST))
         left = budget - len(first)
         batch = sorted((entry for entry in decodes if entry.priority is Priority.BATCH), key=lambda entry: entry.served)
         if prompts:

@@ -88,6 +88,11 @@ class Sequence:
         return min(len(self.prompt), self.length - 1) if self.family else 0
 
     @property
+    def room(self) -> int:
+        """Tokens that it may still grow by."""
+        return self.max_length - self.length
+
+    @property
     def full(self) -> bool:
         """Whether another token has no room."""
         return self.length >= self.max_length

@@ -82,7 +82,7 @@ async def store(config: NodeConfig, lifetime: service.Lifetime) -> None:
             metrics=lambda: prometheus_client.generate_latest(registry).decode(),
         ),
     ):
-        lifetime.ready()
+        lifetime.ready(config.sockets.store, config.sockets.store_control)
         await lifetime.stopping.wait()
     reaper.stop()
     spares.close()

@@ -146,7 +146,7 @@ async def test_a_request_larger_than_tritons_shared_memory_gets_through(client):
 
 async def test_bytes_that_are_no_request_are_refused(client, node):
     (reply,) = await raw_stream(node, infer([b"\xff\xff\xff"]))
-    event = pb.GenerateEvent.FromString(reply.infer_response.raw_output_contents[0][4:])
+    event = pb.GenerateEvent.FromString(reply.infer_response.raw_output_contents[0])
     assert event.failed.code == pb.CODE_INVALID
     assert len(tokens(await collect(client, request()))) == 24
 
