@@ -7,9 +7,9 @@ Each peer lives in a virtual environment of its own, made when it is first asked
 filled from the package index that pip is configured with: llama.cpp compiles for some minutes where there is no wheel,
 vLLM takes gigabytes. transformers runs in this environment where it is installed. `--prepare` only makes them.
 
-The weights are the bundle's GGUF file: llama.cpp takes it as it is (llama.cpp-bf16: in bfloat16), the others dequantized
-to bfloat16; ours once for each of `--weights`. The first of ours is measured first and last, so that the spread shows
-what the machine did meanwhile. Ratios are of medians.
+The weights are the bundle's GGUF file: llama.cpp takes it as it is (llama.cpp-bf16: in bfloat16), the others
+dequantized to bfloat16; ours once for each of `--weights`. The first of ours is measured first and last, so that the
+spread shows what the machine did meanwhile. Ratios are of medians.
 """
 
 import argparse
