@@ -179,16 +179,23 @@ def main() -> None:
     if arguments.prepare:
         return
     weights = arguments.weights.split(",")
+    found: list[dict[str, Any]] = []
+
+    def measure(python: str, *command: str) -> dict[str, Any]:
+        result = measured(python, command[0], job, *command[1:])
+        found.append(result)
+        if arguments.json:  # as it comes: a run takes minutes, and what is there is there
+            arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        return result
+
     with tempfile.TemporaryDirectory(prefix="tie-compare-") as folder:
         job = make_job(arguments, bundle, Path(folder), dequantize=bool({"transformers", "vllm"} & set(names)))
-        found = [measured(sys.executable, "peer_tie.py", job, one) for one in weights]
+        for one in weights:
+            measure(sys.executable, "peer_tie.py", one)
         for name in names:
-            program, *rest = PEERS[name][0]
-            found.append(measured(pythons[name], program, job, *rest))
-        found[0] = joined(found[0], measured(sys.executable, "peer_tie.py", job, weights[0]))
-    table(found)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+            measure(pythons[name], *PEERS[name][0])
+        last = measure(sys.executable, "peer_tie.py", weights[0])
+    table([joined(found[0], last), *found[1:-1]])
 
 
 if __name__ == "__main__":
