@@ -70,7 +70,6 @@ class Residency:
         donor, tokens = self.donor(sequence), sequence.shareable
         if donor is None:
             sequence.blocks = self.pool.allocate(self.pool.blocks_for(sequence.length))
-            sequence.computed = sequence.restored
         else:
             whole, rest = divmod(tokens, self.pool.block_tokens)
             own = self.pool.allocate(self.pool.blocks_for(sequence.length) - whole)
