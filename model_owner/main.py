@@ -83,7 +83,13 @@ def _labelled(family: Any, samples: Iterable[tuple[str, float]]) -> Metric:
 def layout_for(config: NodeConfig) -> str:
     """The layout that this node's runtime will ask for."""
     runtime = config.runtime
-    return layout_id(runtime.executor, device=runtime.device, dtype=runtime.dtype, weights=runtime.weights)
+    return layout_id(
+        runtime.executor,
+        device=runtime.device,
+        dtype=runtime.dtype,
+        weights=runtime.weights,
+        block_tokens=runtime.block_tokens,
+    )
 
 
 async def own(config: NodeConfig, lifetime: service.Lifetime) -> None:
