@@ -16,6 +16,7 @@ from tie.runtime.grammar_compiler import COMPILE_DEADLINE_S, CompilerBusyError
 from tie.runtime.keeping import Keep, Keeping, Later
 from tie.runtime.kv_blocks import Restored
 from tie.runtime.metrics import EngineMetrics
+from tie.runtime.prefix_cache import PrefixCache
 from tie.runtime.request import Request
 from tie.runtime.scheduler import Scheduler
 from tie.runtime.sequence import Phase, Priority, Sequence
@@ -65,6 +66,7 @@ class Jobs:
 
     Args:
         scheduler: gets their sequences.
+        prefix: blocks of registered system prompts.
         max_length: the longest sequence, in tokens.
         tokenizer: the bundle's.
         end_ids: the bundle's end-of-turn tokens.
@@ -76,6 +78,7 @@ class Jobs:
     def __init__(
         self,
         scheduler: Scheduler,
+        prefix: PrefixCache,
         *,
         max_length: int,
         tokenizer: Tokenizer,
@@ -85,6 +88,7 @@ class Jobs:
         later: Later,
     ) -> None:
         self._scheduler = scheduler
+        self._prefix = prefix
         self._max_length = max_length
         self._tokenizer = tokenizer
         self._end_ids = end_ids
@@ -158,6 +162,9 @@ class Jobs:
         ]
         if job.restored:
             job.choices[0].restore(job.restored.block_count * self._scheduler.pool.block_tokens)
+        prefix = self._prefix.match(request.prompt)
+        for choice in job.choices:
+            choice.share(prefix, len(prefix) * self._scheduler.pool.block_tokens)
         family = tuple(choice.sequence for choice in job.choices)
         for choice in job.choices:
             choice.sequence.family = family if len(family) > 1 else ()

@@ -56,9 +56,9 @@ class Restored:
         self._on_close = on_close
         self._open = True
 
-    def copy_into(self, memory: BlockMemory, blocks: Sequence[int]) -> None:
-        """Copies them into the first of `blocks`. The step thread's."""
-        for index in range(self.block_count):
+    def copy_into(self, memory: BlockMemory, blocks: Sequence[int], *, shared: int = 0) -> None:
+        """Copies them into the first of `blocks`, save for the first `shared`, which are there. The step thread's."""
+        for index in range(shared, self.block_count):
             with self._consumer.block(index) as source, memory.block_view(blocks[index]) as target:
                 target[:] = source
 

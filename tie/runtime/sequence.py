@@ -37,6 +37,7 @@ class Sequence:
         computed: how many of the leading tokens have keys and values in `blocks`.
         restored: how many of the leading tokens will be copied into its blocks as soon as it has some, and so count as
             computed from then on; whole blocks, and never the whole prompt.
+        prefix: nodes of the prefix trie that it begins with: their blocks are shared, and so count as computed.
         blocks: the block table, in order.
         residence: names its hold on these blocks; no two admissions have the same. Given by the scheduler.
         order: position in the order of arrival; given by the scheduler.
@@ -55,6 +56,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     computed: int = 0
     restored: int = 0
+    prefix: tuple[int, ...] = ()
     blocks: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
     residence: int = -1
