@@ -3,6 +3,7 @@
 import asyncio
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tie.assets.bundle import open_bundle
 from tie.cli import control
+from tie.device.conversations import Conversation
 from tie.proto import control_pb2, owner_pb2
 
 pytestmark = pytest.mark.node
@@ -20,7 +22,8 @@ QUESTION = "How far away is the moon?"
 async def metrics(node) -> dict[str, float]:
     """Every sample of the node's metrics that has no label."""
     process = await asyncio.create_subprocess_exec(
-        *("./.venv/bin/tie", "metrics", "--run-dir", str(node.run_dir)), stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "tie.cli.main", "metrics", "--run-dir", str(node.run_dir)),
+        stdout=asyncio.subprocess.PIPE,
     )
     text, _ = await process.communicate()
     lines = (re.fullmatch(r"(\w+) ([0-9.e+]+)", line) for line in text.decode().splitlines())
@@ -76,6 +79,33 @@ async def test_registered_prompts_are_there_before_the_node_is(node, ask, regist
 async def test_a_prompt_that_is_not_registered_is_computed(node, ask, registered):
     first, second = [await ask("Speak like a sailor. " * 10) for _ in range(2)]
     assert (first.text, first.cached_tokens, second.cached_tokens) == (second.text, 0, 0)
+
+
+async def test_a_conversation_leaves_the_shared_prefix_out_and_goes_on_after_it(node, client, model, registered):
+    """Through a recycle: its own blocks come from its entries, the prompt's from the pool."""
+    system = [{"role": "system", "content": registered.text}]
+    kept, plain = Conversation(system), Conversation(system, reusable=False)
+    whole = len(registered.token_ids) // BLOCK * BLOCK
+    reused = []
+    for turn, question in enumerate(("What is a star?", "And a planet?", "Which one is nearest?")):
+        if turn == 2:
+            await recycle(node)
+            await node.wait_for(control_pb2.STATE_AVAILABLE, 90)
+        saved = node.log_text().count("app.conversation-saved")
+        answers = []
+        for each in (kept, plain):
+            answer = await client.chat(
+                each.asking(question), model=model, temperature=0.0, max_tokens=24, **each.options
+            )
+            answers.append(await answer.result())
+            each.answered(question, answers[-1].text)
+        assert answers[0].text == answers[1].text
+        assert answers[1].cached_tokens == whole
+        reused.append(answers[0].cached_tokens)
+        async with asyncio.timeout(30):
+            while node.log_text().count("app.conversation-saved") == saved:
+                await asyncio.sleep(0.02)
+    assert whole == reused[0] < reused[1] < reused[2]
 
 
 async def test_the_next_runtime_computes_no_registered_prompt(node, ask, registered, served):

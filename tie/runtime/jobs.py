@@ -160,11 +160,15 @@ class Jobs:
             )
             for index in range(len(request.params))
         ]
-        if job.restored:
-            job.choices[0].restore(job.restored.block_count * self._scheduler.pool.block_tokens)
         prefix = self._prefix.match(request.prompt)
         for choice in job.choices:
             choice.share(prefix, len(prefix) * self._scheduler.pool.block_tokens)
+        if job.restored and job.restored.first_block > len(prefix):
+            job.restored.close()  # they follow a prefix that is not there: the prompt is computed in full
+            job.restored = None
+        if job.restored:
+            last = job.restored.first_block + job.restored.block_count
+            job.choices[0].restore(last * self._scheduler.pool.block_tokens)
         family = tuple(choice.sequence for choice in job.choices)
         for choice in job.choices:
             choice.sequence.family = family if len(family) > 1 else ()

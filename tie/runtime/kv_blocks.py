@@ -47,19 +47,25 @@ class Restored:
     """Blocks that were received and checked: the keys and values of a prompt's first tokens. Closed once they are used.
 
     Attributes:
+        first_block: block of the prompt that they begin with: those before are a registered system prompt's.
         block_count: how many.
     """
 
     def __init__(self, consumer: Consumer, on_close: Callable[[], None]) -> None:
+        self.first_block = consumer.header.first_token // consumer.header.block_tokens
         self.block_count = consumer.header.block_count
         self._consumer = consumer
         self._on_close = on_close
         self._open = True
 
     def copy_into(self, memory: BlockMemory, blocks: Sequence[int], *, shared: int = 0) -> None:
-        """Copies them into the first of `blocks`, save for the first `shared`, which are there. The step thread's."""
-        for index in range(shared, self.block_count):
-            with self._consumer.block(index) as source, memory.block_view(blocks[index]) as target:
+        """Copies them into their places among `blocks`, save for the first `shared`, which are there.
+
+        The step thread's.
+        """
+        for index in range(max(0, shared - self.first_block), self.block_count):
+            block = blocks[self.first_block + index]
+            with self._consumer.block(index) as source, memory.block_view(block) as target:
                 target[:] = source
 
     def close(self) -> None:
@@ -97,7 +103,9 @@ def receive(
     consumer = Consumer(channel, max_bytes=size, timeout=left(deadline), own=descriptor)
     try:
         header = consumer.header
-        if header != expected.header(0, header.block_count) or header.token_count >= prompt_tokens:
+        first, tokens = divmod(header.first_token, expected.block_tokens)
+        fits = header == expected.header(first, header.block_count) and not tokens
+        if not fits or header.first_token + header.token_count >= prompt_tokens:
             consumer.abort(AbortReason.INCOMPATIBLE)
             consumer.close()
             return None
