@@ -158,6 +158,8 @@ class AttachServer:
         if attach.world_size != 1 or attach.rank != 0:
             self._refuse(connection, "unsupported-split")
             return
+        if self._weights.follow():
+            self._pools.reset()  # of another release: its prompts are computed again
         match self._weights.get(attach.layout_id):
             case PackedWeights() as packed:
                 self._hand_out(connection, packed)

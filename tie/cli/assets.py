@@ -15,6 +15,7 @@ from rich.table import Table
 
 from tie.assets import bundle as bundles
 from tie.assets.manifest import MANIFEST_FILE
+from tie.cli import settings
 from tie.daemon.errors import BundleError
 
 DEMO_MODEL: Final = "smollm2-135m-instruct"
@@ -74,6 +75,19 @@ def verify(bundle: Path) -> None:
     with _bar("verifying", sum(entry.bytes for entry in opened.manifest.files.values())) as advance:
         opened.verify(advance)
     click.echo(f"{bundle}: {len(opened.manifest.files)} files are what the manifest says")
+
+
+@assets.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--run-dir", type=click.Path(path_type=Path), default=settings.default_run_dir, help="The node's.")
+def activate(bundle: Path, run_dir: Path) -> None:
+    """Serve BUNDLE on the running node: new weights, or only new system prompts. Requests are refused meanwhile."""
+    opened = bundles.open_bundle(bundle)
+    with _bar("verifying", sum(entry.bytes for entry in opened.manifest.files.values())) as advance:
+        opened.verify(advance)
+    from tie.cli.activate import activate_bundle  # gRPC, which the other commands do not need
+
+    activate_bundle(run_dir, bundle)
 
 
 @assets.command()
