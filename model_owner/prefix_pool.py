@@ -62,7 +62,7 @@ class Pool:
     trie_sha256: bytes = b""
 
     @property
-    def stage(self) -> owner_pb2.PoolStage:
+    def stage(self) -> "owner_pb2.PoolStage.ValueType":
         """Where it is in its life."""
         return owner_pb2.POOL_STAGE_SEALED if self.holder is None else owner_pb2.POOL_STAGE_FILLING
 

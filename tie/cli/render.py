@@ -132,7 +132,7 @@ def _owner(status: control_pb2.NodeStatus) -> tuple[str, str, str]:
 
 def _prefixes(status: control_pb2.NodeStatus) -> tuple[str, str, str]:
     prefix = status.runtime.prefix
-    if not status.probe_peer.connected or not prefix.state:
+    if not status.probe_peer.connected:
         return "prefixes", "not connected", ""
     details = [
         f"{prefix.blocks} blocks, {prefix.hot_blocks} of them hot",
@@ -140,7 +140,7 @@ def _prefixes(status: control_pb2.NodeStatus) -> tuple[str, str, str]:
         "restored" if prefix.restored else "",
         f"{prefix.hits} hits, {prefix.tokens} tokens not computed",
     ]
-    return "prefixes", prefix.state, "" if prefix.state == "none" else _join(details)
+    return "prefixes", prefix.state or "unknown", "" if prefix.state in {"", "none"} else _join(details)
 
 
 def _cloudboard(status: control_pb2.NodeStatus) -> tuple[str, str, str]:

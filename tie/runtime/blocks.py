@@ -113,7 +113,7 @@ class BlockPool:
 
         Of remembered ones the last of `blocks` will be reused first: what follows a missing block is of no use.
         """
-        idle = []
+        idle: list[int] = []
         for block in blocks:
             if self._references[block] == 0:
                 raise ValueError("the block is already free")
