@@ -284,12 +284,10 @@ class Engine:
         self._steps += 1
         self._last_step = time.monotonic()
         self._max_batch = max(self._max_batch, len(plan.slices))
-        self.metrics.record_step(plan, seconds)
+        self.metrics.record_step(plan, seconds, running=self._scheduler.running, waiting=self._scheduler.waiting)
         self.metrics.record_drafts(self._speculation.drafted, self._speculation.accepted)
         self.metrics.record_pool(self._pool.statistics())
         self.metrics.record_prefix(self._prefix.statistics, self._prefix.hot)
-        self.metrics.running.set(self._scheduler.running)
-        self.metrics.waiting.set(self._scheduler.waiting)
 
 
 def _slice(part: PlannedSlice) -> SequenceSlice:

@@ -59,8 +59,10 @@ class EngineMetrics:
         self.prefix = Statistics()  # as last recorded
         self._drafted = self._accepted = 0
 
-    def record_step(self, plan: Plan, seconds: float) -> None:
-        """Counts a step."""
+    def record_step(self, plan: Plan, seconds: float, *, running: int, waiting: int) -> None:
+        """Counts a step, and shows how many sequences there are after it."""
+        self.running.set(running)
+        self.waiting.set(waiting)
         self.steps.inc()
         self.step_seconds.observe(seconds)
         self.batch.observe(len(plan.slices))
