@@ -10,7 +10,6 @@ import pytest
 from tie.assets.build import create_bundle, read_source
 from tie.assets.bundle import open_bundle
 from tie.assets.sample import make_sample_bundle
-from tie.cli.assets import DEMO_MODEL, find_demo_weights
 from tie.cli.evidence import identity
 from tie.device.errors import NodeBusyError
 from tie.proto import control_pb2
@@ -31,7 +30,7 @@ async def activate(node, bundle):
 async def test_new_prompts_are_computed_and_the_weights_stay(node, client, model, served, tmp_path):
     await served()
     bundle = create_bundle(
-        read_source(find_demo_weights()), tmp_path / "prompts", model=DEMO_MODEL, system_prompts={"short": PROMPT}
+        read_source(node.run_dir / "assets" / "active"), tmp_path / "prompts", system_prompts={"short": PROMPT}
     )
     before = await node.status()
     owner = [identity(process) for process in node.find("tie-model-owner")]

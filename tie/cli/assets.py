@@ -55,7 +55,7 @@ def assets() -> None:
 @click.option("--system-prompt", "prompts", metavar="NAME=FILE", multiple=True, help="Register a system prompt.")
 @click.option("--force", is_flag=True, help="Replace another bundle at DEST.")
 def create(source: Path, dest: Path, *, model: str, release: str, prompts: tuple[str, ...], force: bool) -> None:
-    """Make a bundle DEST from SOURCE, a .gguf file or a Hugging Face directory."""
+    """Make a bundle DEST from SOURCE: a .gguf file, a Hugging Face directory, or a bundle, for other system prompts."""
     _create(source, dest, model=model, release=release, prompts=dict(map(_read_prompt, prompts)), force=force)
 
 
