@@ -35,7 +35,7 @@ def poison(node, hello):
         format=blocks,
         place=Place(),
         memory=Garbage(hello.block_bytes),
-        on_ready=lambda trie, pool: None,
+        on_ready=lambda *_: None,
     )
     honest = prefixes._seal
 
