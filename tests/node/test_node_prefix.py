@@ -20,14 +20,17 @@ QUESTION = "How far away is the moon?"
 
 
 async def metrics(node) -> dict[str, float]:
-    """Every sample of the node's metrics that has no label."""
+    """The node's metrics: sums over all labels."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tie.cli.main", "metrics", "--run-dir", str(node.run_dir)),
         stdout=asyncio.subprocess.PIPE,
     )
     text, _ = await process.communicate()
-    lines = (re.fullmatch(r"(\w+) ([0-9.e+]+)", line) for line in text.decode().splitlines())
-    return {line[1]: float(line[2]) for line in lines if line}
+    sums: dict[str, float] = {}
+    for line in text.decode().splitlines():
+        if sample := re.fullmatch(r"(\w+)(?:\{.*\})? ([0-9.e+]+)", line):
+            sums[sample[1]] = sums.get(sample[1], 0.0) + float(sample[2])
+    return sums
 
 
 @pytest.fixture
