@@ -4,7 +4,8 @@
     COLD ──warm──▶ FILLING ──all blocks there──▶ SEALED
       ▲               │ error                      ▲
       └───────────────┘            restored at the start
-    COLD ──the owner has no room──▶ OFF            requests are served all the same, without it
+    COLD ──the owner has no room──▶ OFF            requests are served all the same, without it; so from the start
+                                                   where a prompt is too long for what may be kept of the paged KV
 
 Prompts are computed like requests, before the controller first advertises the node: no user waits for them, and they
 for no user. docs/prefix-cache.md has the whole picture.
@@ -69,6 +70,7 @@ class Prefixes:
         format: of this runtime's blocks.
         place: which rank of how many.
         memory: of the paged KV's blocks.
+        most_blocks: that a prompt may have.
         on_ready: is told of the pool, once it can be used.
     """
 
@@ -80,6 +82,7 @@ class Prefixes:
         format: Format,  # noqa: A002
         place: Place,
         memory: BlockMemory,
+        most_blocks: int,
         on_ready: Callable[[PrefixTrie, PoolMemory], None],
     ) -> None:
         self.restored = False
@@ -89,6 +92,9 @@ class Prefixes:
         self._on_ready = on_ready
         self.trie = PrefixTrie(self._prompts, format.block_tokens)
         self._state = State.COLD if len(self.trie) else State.NONE
+        if any(len(self.trie.path(prompt)) > most_blocks for prompt in self._prompts):
+            log.event("prefix.refused", code="prompt-too-long")
+            self._state = State.OFF
         self._turn = threading.Lock()
         self._filling: _Filling | None = None
         self._pool: PoolMemory | None = None

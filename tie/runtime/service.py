@@ -72,6 +72,7 @@ class RuntimeService:
             format=format_,
             place=Place(),
             memory=self._executor,
+            most_blocks=prefix.pool.total // 2,  # see Keeping
             on_ready=lambda trie, pool: prefix.open(trie, pool, self._executor),
         )
         with ThreadPoolExecutor(1, thread_name_prefix="prefix-restore") as beside:

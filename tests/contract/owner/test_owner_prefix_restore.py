@@ -51,14 +51,20 @@ def manifest(prompts=PROMPTS, **changes) -> Manifest:
 class Runtime:
     """The part of one that has to do with prefixes. Its blocks' bytes follow from the tokens up to there."""
 
-    def __init__(self, path, *, bundle=None, format=FORMAT, place=None) -> None:  # noqa: A002
+    def __init__(self, path, *, bundle=None, format=FORMAT, place=None, most_blocks=9) -> None:  # noqa: A002
         self.data = bytearray(64 * format.block_bytes)
         self.computed: list[tuple[int, ...]] = []
         self.pool: PoolMemory | None = None
         self.format = format
         self.salt = b"%d" % (place or Place()).rank
         self.prefixes = Prefixes(
-            path, bundle or manifest(), format=format, place=place or Place(), memory=self, on_ready=self._ready
+            path,
+            bundle or manifest(),
+            format=format,
+            place=place or Place(),
+            memory=self,
+            most_blocks=most_blocks,
+            on_ready=self._ready,
         )
 
     def _ready(self, trie, pool):  # noqa: ARG002 (the signature is the hook's)
@@ -403,6 +409,13 @@ def test_too_large_a_pool_is_done_without(path, pool_owner):
     assert (runtime.prefixes.state, runtime.pool) == (State.OFF, None)
     runtime.warm()
     assert runtime.computed == []
+
+
+def test_a_prompt_that_is_too_long_to_be_kept_is_done_without(path, pool_owner):
+    runtime = restarted(path, most_blocks=1)
+    assert runtime.prefixes.state is State.OFF
+    runtime.warm()
+    assert (runtime.computed, pool_owner.pools._pools) == ([], {})
 
 
 def test_without_whole_blocks_there_is_no_pool(path, pool_owner):

@@ -35,6 +35,7 @@ def poison(node, hello):
         format=blocks,
         place=Place(),
         memory=Garbage(hello.block_bytes),
+        most_blocks=100,
         on_ready=lambda *_: None,
     )
     honest = prefixes._seal
