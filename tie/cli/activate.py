@@ -44,7 +44,11 @@ async def _exchange(run_dir: Path, link: Path, wanted: Path, old: Path) -> None:
         resting = status.maintenance
         click.echo("withdrawing the node")
         await _maintain(connection, on=True)
-        await _reach(connection, control_pb2.STATE_MAINTENANCE)
+        try:
+            await _reach(connection, control_pb2.STATE_MAINTENANCE)
+        except (PeerError, RefusedError):
+            await _maintain(connection, on=resting)
+            raise
         opened = active.point(link, wanted)
         click.echo(f"recycling the runtime with {opened.manifest.model} {opened.manifest.release}")
         try:
