@@ -1,6 +1,7 @@
 """`tie assets activate`: another bundle for a running node.
 
 The node is withdrawn first and told only then: no request sees the old bundle's tokenizer with the new one's weights.
+Who interrupts it leaves the node withdrawn: `tie maintenance off` brings it back, with whichever bundle is active.
 What the model owner holds of the old bundle goes when the new runtime attaches: weights where those changed, system
 prompts' blocks always.
 """
@@ -9,6 +10,7 @@ import asyncio
 from pathlib import Path
 
 import click
+import grpc.aio
 
 from tie.assets import active
 from tie.assets.bundle import open_bundle
@@ -17,6 +19,7 @@ from tie.daemon.errors import BundleError, PeerError, RefusedError
 from tie.proto import control_pb2
 
 _MOVE_S = 900.0
+_FAILURES = (PeerError, RefusedError, grpc.aio.AioRpcError)  # the last becomes one of ours where the connection ends
 
 
 def activate_bundle(run_dir: Path, bundle: Path) -> None:
@@ -46,14 +49,14 @@ async def _exchange(run_dir: Path, link: Path, wanted: Path, old: Path) -> None:
         await _maintain(connection, on=True)
         try:
             await _reach(connection, control_pb2.STATE_MAINTENANCE)
-        except (PeerError, RefusedError):
+        except _FAILURES:
             await _maintain(connection, on=resting)
             raise
         opened = active.point(link, wanted)
         click.echo(f"recycling the runtime with {opened.manifest.model} {opened.manifest.release}")
         try:
             await _recycle(connection)
-        except (PeerError, RefusedError):
+        except _FAILURES:
             active.point(link, old)
             click.echo(f"the node does not come up with it: {old} is active again, and the node stays withdrawn")
             raise
