@@ -10,7 +10,7 @@ from controllerd import triggers
 from controllerd.controller import Controller
 from controllerd.recycle import RecycleRecord
 from controllerd.states import State
-from controllerd.status import STATES, essence, node_status
+from controllerd.status import STATES, essence, happenings, node_status
 from tie.daemon.errors import PeerError, PeerTimeoutError
 from tie.proto import cloudboard_pb2, control_pb2_grpc
 from tie.proto import control_pb2 as pb
@@ -93,10 +93,17 @@ class NodeControl(control_pb2_grpc.NodeControlServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "no runtime to warm")
         return node_status(self._controller)
 
+    async def GetEvents(  # noqa: N802 (generated name)
+        self, request: pb.GetEventsRequest, context: Any
+    ) -> pb.Happenings:
+        """What happened to the node lately, and why."""
+        del context
+        return happenings(self._controller, request.last)
+
     def _announced(self) -> bool:
         controller = self._controller
         return (
-            controller.state is not State.AVAILABLE
+            controller.mind.state is not State.AVAILABLE
             or not controller.cloudboard.attached
             or controller.cloudboard.in_force == cloudboard_pb2.STATE_AVAILABLE
         )
@@ -105,7 +112,7 @@ class NodeControl(control_pb2_grpc.NodeControlServicer):
         controller = self._controller
         ended = recycle.ended if recycle.ended is not None else controller.clock()
         return pb.RecycleProgress(
-            state=STATES[controller.state],
+            state=STATES[controller.mind.state],
             old_instance_id=recycle.old_instance,
             new_instance_id=recycle.new_instance,
             elapsed_s=ended - recycle.began,

@@ -16,6 +16,7 @@ _ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _CODE = re.compile(r"[a-z0-9]+([-:.][a-z0-9]+)*")
 _MAX_TEXT = 200
 _MAX_CODES = 64
+_MAX_WHY = 4  # of a peer's reasons that the node repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Runtime:
     uptime_s: float
     owner_generation: int
     may_heal: bool = False  # in error for a failed canary only: the next one may pass
+    why: tuple[str, ...] = ()  # in the probe's words
 
     @property
     def in_error(self) -> bool:
@@ -48,6 +50,7 @@ class Gpu:
     fresh: bool
     advises_recycle: bool
     starting: bool = False  # not fit only because gpuhealthd has not looked yet
+    why: tuple[str, ...] = ()  # in gpuhealthd's words
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,20 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All peers at one moment; None for one that cannot be reached."""
+    """All peers at one moment; None for one that cannot be reached.
+
+    Attributes:
+        cloudboard: whether the node is attached.
+        busy_acknowledged: CloudBoard knows that the node takes nothing more.
+        in_flight: requests that CloudBoard still has here.
+    """
 
     runtime: Runtime | None = None
     gpu: Gpu | None = None
     owner: Owner | None = None
     cloudboard: bool = False
+    busy_acknowledged: bool = False
+    in_flight: int = 0
 
 
 _PROBE_STATES = {
@@ -106,6 +117,7 @@ def runtime_of(message: probe_pb2.RuntimeStatus) -> Runtime:
         running=message.running + message.waiting,
         uptime_s=message.uptime_s,
         owner_generation=message.owner_generation,
+        why=tuple(message.reasons)[:_MAX_WHY],
         may_heal=bool(message.reasons) and all(reason.startswith("canary-") for reason in message.reasons),
     )
 
@@ -126,6 +138,7 @@ def gpu_of(message: gpuhealth_pb2.NodeVerdict, stale_after_s: float) -> Gpu:
         fit=message.verdict in _FIT,
         fresh=0.0 <= message.age_s <= stale_after_s,
         advises_recycle=message.action == gpuhealth_pb2.ACTION_RECYCLE_RUNTIME,
+        why=tuple(message.reasons)[:_MAX_WHY],
         starting=list(message.reasons) == ["probe-starting"],
     )
 

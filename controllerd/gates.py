@@ -70,6 +70,7 @@ def assess(facts: Facts, memory: Memory) -> Readiness:
     elif not runtime.ready:
         reasons.append(f"runtime-{runtime.state}")
         broken = reasons[-1] if runtime.in_error else broken
+        reasons.extend(runtime.why)
     elif not runtime.canary_ok:
         reasons.append("canary-failed")
     else:
@@ -85,6 +86,7 @@ def assess(facts: Facts, memory: Memory) -> Readiness:
     elif not facts.gpu.fit:
         reasons.append("gpu-unavailable")
         broken = broken or reasons[-1]
+        reasons.extend(facts.gpu.why)
     elif not facts.gpu.fresh:
         reasons.append("gpu-stale")
     if not facts.cloudboard:

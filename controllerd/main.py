@@ -33,7 +33,7 @@ async def serve(config: NodeConfig, lifetime: Lifetime) -> None:
         supervising = asyncio.create_task(controller.run())
         stopping = asyncio.create_task(lifetime.stopping.wait())
         try:
-            lifetime.ready()
+            lifetime.ready(sockets.control)
             await asyncio.wait({supervising, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if supervising.done():
                 supervising.result()  # it ends only by a bug, and then the daemon must end as well

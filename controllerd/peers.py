@@ -187,6 +187,16 @@ class GpuPeer(Peer[gpuhealth_pb2.NodeVerdict, F]):
 class OwnerPeer(Peer[owner_pb2.OwnerStatus, F]):
     """The model owner, asked twice a heartbeat: its contract has no stream."""
 
+    async def shut_down(self, timeout: float) -> None:
+        """Asks it to end: a fresh one loads the weights anew.
+
+        Raises:
+            PeerError: it could not be asked.
+        """
+        async with translated():
+            request = owner_pb2.ShutdownRequest(reason="error")
+            await owner_pb2_grpc.ModelOwnerStub(self.channel).Shutdown(request, timeout=timeout)
+
     async def _watch(self, channel: grpc.aio.Channel) -> None:
         stub = owner_pb2_grpc.ModelOwnerStub(channel)
         period = self._silence_s / _MISSED_HEARTBEATS / 2

@@ -1,28 +1,27 @@
-"""One recycle, from "busy" until the old runtime has let go. What follows is waiting, and the state machine's.
+"""One recycle, from "busy" until the old runtime has let go. Pure: the clock and the peers are passed in.
 
-1. CloudBoard acknowledges "busy": no new request is on its way to this node. If CloudBoard is gone, no request can
-   come either, and the procedure goes on after its deadline.
-2. What CloudBoard still has in flight here ends, within the drain deadline: a request whose app has not yet submitted
-   it to the runtime would be refused by a runtime that drains.
-3. The probe is told to recycle, with what is left of the deadline; the runtime drains whatever remains.
-4. The old runtime is gone, or another has taken its place, or its time is up.
+    ANNOUNCING   until CloudBoard acknowledges "busy": no new request is on its way to this node. If CloudBoard is gone,
+                 none can come either, and the recycle goes on after its deadline.
+    EMPTYING     until what CloudBoard still has in flight here has ended, within the drain deadline: a request whose
+                 app has not yet submitted it to the runtime would be refused by a runtime that drains.
+    IDENTIFYING  until it is known who is to go: without that, nobody could say later that somebody else came.
+    TELLING      until the probe has been told to recycle, with what is left of the deadline; the runtime drains what
+                 remains.
+    LEAVING      until the old runtime is gone, or another has taken its place, or its time is up.
+
+Each phase ends by its condition or its deadline, and the next begins at once. What follows is waiting for a fresh
+runtime, and the state machine's.
 """
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
 
-from controllerd.attachment import Attachment
-from controllerd.facts import Runtime
-from controllerd.peers import ProbePeer
-from controllerd.signals import Bell
-from tie.daemon import log
-from tie.daemon.errors import PeerError
-from tie.proto import cloudboard_pb2
+from controllerd.facts import Facts, Runtime
 
-_CALL_TIMEOUT_S = 5.0
-_RETRY_S = 0.25
-_MARGIN_S = 2.0  # beyond the drain deadline: the runtime cancels what is left, and ends
+_RETRY_S: Final = 0.25
+_MARGIN_S: Final = 2.0  # beyond the drain deadline: the runtime cuts what is left, and ends
+_LEAST_S: Final = 0.001  # a runtime that is told late still gets a moment to end its streams properly
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,54 +59,96 @@ class RecycleRecord:
         return self.ended is not None
 
 
+class Phase(IntEnum):
+    """In the order in which they come."""
+
+    ANNOUNCING = 1
+    EMPTYING = 2
+    IDENTIFYING = 3
+    TELLING = 4
+    LEAVING = 5
+    DONE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """The probe is to be told now; what came of it goes to `Procedure.told`."""
+
+    reason: str
+    drain_s: float
+
+
 class Procedure:
-    """Carries out steps 1 to 4."""
+    """Carries one recycle through its phases.
 
-    def __init__(self, probe: "ProbePeer[Runtime]", cloudboard: Attachment, bell: Bell, deadlines: Deadlines) -> None:
-        self._probe = probe
-        self._cloudboard = cloudboard
-        self._bell = bell
+    Args:
+        record: `old_instance` is set here when it was not known before.
+        drain_s: what running requests get, in all.
+        deadlines: of the phases.
+
+    Attributes:
+        phase: where it is.
+    """
+
+    def __init__(self, record: RecycleRecord, drain_s: float, deadlines: Deadlines) -> None:
+        self.record = record
+        self.phase = Phase.ANNOUNCING
+        self._drain_s = drain_s
         self._deadlines = deadlines
+        self._until = record.began + deadlines.busy_ack_s  # the phase's deadline
+        self._drained_by = self._until + drain_s
+        self._next_try: float | None = record.began  # None while the probe is being told
 
-    async def run(self, recycle: RecycleRecord, drain_s: float, stale: Callable[[str], None]) -> None:
-        """Returns when the old runtime has let go or its time is up; never raises for a peer's failure.
+    @property
+    def stale(self) -> str | None:
+        """The runtime that is to go, once it is known."""
+        return self.record.old_instance if self.phase >= Phase.TELLING else None
 
-        Args:
-            recycle: `old_instance` is set here when it was not known before.
-            drain_s: what running requests get, in all.
-            stale: called with the runtime that is to go, before it is told.
+    def advance(self, now: float, facts: Facts) -> Tell | None:
+        """Goes as far as it can.
+
+        Returns:
+            What has to be done now, if anything.
         """
-        loop = asyncio.get_running_loop()
-        await self._bell.until(self._busy, self._deadlines.busy_ack_s)
-        drained_by = loop.time() + drain_s
-        if self._cloudboard.attached:
-            await self._bell.until(lambda: not self._cloudboard.attached or self._cloudboard.in_flight == 0, drain_s)
-        overdue = loop.time() + self._deadlines.fresh_s
-        if not recycle.old_instance:
-            # Without knowing who is there now, nobody could say later that somebody else came.
-            await self._bell.until(lambda: self._probe.facts is not None, self._deadlines.fresh_s)
-            recycle.old_instance = self._probe.facts.instance_id if self._probe.facts else ""
-        stale(recycle.old_instance)
-        while not self._going(recycle.old_instance) and loop.time() < overdue:
-            try:
-                # A runtime that is told late still gets a moment to end its streams properly.
-                left = max(0.001, drained_by - loop.time())
-                await self._probe.recycle(recycle.reason, left, _CALL_TIMEOUT_S)
-                break
-            except PeerError as error:
-                log.failure("recycle.not-told", error, instance_id=recycle.old_instance)
-                await self._bell.wait(_RETRY_S)
-        left = max(0.0, drained_by - loop.time()) + _MARGIN_S
-        await self._bell.until(lambda: self._gone(recycle.old_instance), left)
+        if self.phase is Phase.ANNOUNCING and (facts.busy_acknowledged or now >= self._until):
+            self._drained_by = now + self._drain_s
+            self._enter(Phase.EMPTYING, self._drained_by)
+        if self.phase is Phase.EMPTYING and (not facts.cloudboard or facts.in_flight == 0 or now >= self._until):
+            self._enter(Phase.IDENTIFYING, now + self._deadlines.fresh_s)
+        if self.phase is Phase.IDENTIFYING:
+            if not self.record.old_instance and facts.runtime is not None:
+                self.record.old_instance = facts.runtime.instance_id
+            if self.record.old_instance or now >= self._until:
+                self._enter(Phase.TELLING, self._until)
+        if self.phase is Phase.TELLING:
+            if not self._going(facts.runtime) and now < self._until:
+                if self._next_try is None or now < self._next_try:
+                    return None
+                self._next_try = None
+                return Tell(self.record.reason, max(_LEAST_S, self._drained_by - now))
+            self._leave(now)
+        if self.phase is Phase.LEAVING and (self._gone(facts.runtime) or now >= self._until):
+            self.phase = Phase.DONE
+        return None
 
-    def _busy(self) -> bool:
-        return self._cloudboard.in_force == cloudboard_pb2.STATE_BUSY
+    def told(self, now: float, *, heard: bool) -> None:
+        """Whether the probe has heard what it was told; if not, it is told again."""
+        if self.phase is not Phase.TELLING:
+            return
+        if heard:
+            self._leave(now)
+        else:
+            self._next_try = now + _RETRY_S
 
-    def _going(self, old: str) -> bool:
+    def _enter(self, phase: Phase, until: float) -> None:
+        self.phase, self._until = phase, until
+
+    def _leave(self, now: float) -> None:
+        self._enter(Phase.LEAVING, max(now, self._drained_by) + _MARGIN_S)
+
+    def _going(self, runtime: Runtime | None) -> bool:
         """Whether the old runtime need not be told: another is there, or it is on its way out."""
-        runtime = self._probe.facts
-        return runtime is not None and (runtime.instance_id != old or runtime.state == "recycling")
+        return runtime is not None and (runtime.instance_id != self.record.old_instance or runtime.state == "recycling")
 
-    def _gone(self, old: str) -> bool:
-        runtime = self._probe.facts
-        return runtime is None or runtime.instance_id != old
+    def _gone(self, runtime: Runtime | None) -> bool:
+        return runtime is None or runtime.instance_id != self.record.old_instance

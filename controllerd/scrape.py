@@ -68,20 +68,25 @@ def own_families(controller: Controller) -> Iterator[Metric]:
     now = controller.clock()
     state = GaugeMetricFamily("tie_node_state", "1 for the state that the node is in", labels=["state"])
     for name in State:
-        state.add_metric([name.name.lower()], 1 if name is controller.state else 0)
+        state.add_metric([name.name.lower()], 1 if name is controller.mind.state else 0)
     yield state
-    yield GaugeMetricFamily("tie_node_state_age_seconds", "How long it has been", value=now - controller.since)
+    yield GaugeMetricFamily("tie_node_state_age_seconds", "How long it has been", value=now - controller.mind.since)
     yield GaugeMetricFamily(
         "tie_node_in_flight", "Requests, as told by CloudBoard", value=controller.cloudboard.in_flight
     )
     recycles = CounterMetricFamily("tie_node_recycles", "Recycles begun", labels=["reason"])
-    for reason, count in controller.recycles.items():
+    for reason, count in controller.mind.recycles.items():
         recycles.add_metric([reason], count)
     yield recycles
     yield GaugeMetricFamily(
-        "tie_node_last_recycle_seconds", "The last recycle, from busy to available", value=controller.last_recycle_s
+        "tie_node_last_recycle_seconds",
+        "The last recycle, from busy to available",
+        value=controller.mind.last_recycle_s,
     )
-    remaining = controller.timer.remaining(now)
+    yield GaugeMetricFamily(
+        "tie_node_given_up", "1 when somebody is needed", value=int(controller.mind.endurance.given_up)
+    )
+    remaining = controller.mind.timer.remaining(now)
     if remaining is not None:
         yield GaugeMetricFamily("tie_node_next_recycle_seconds", "Until the timer's next recycle", value=remaining)
 

@@ -15,35 +15,55 @@ STATES = {
     State.MAINTENANCE: pb.STATE_MAINTENANCE,
 }
 
+_SHOWN = 32  # transitions in a status
+
 
 def node_status(controller: Controller) -> pb.NodeStatus:
     """Everything, at this moment. A peer that is gone shows its last message: the `Peer` fields tell."""
     now = controller.clock()
-    available = controller.state is State.AVAILABLE
     status = pb.NodeStatus(
         node_id=controller.config.node_id,
-        state=STATES[controller.state],
-        reasons=() if available else controller.readiness.reasons,
-        state_age_s=now - controller.since,
-        next_recycle_s=controller.timer.remaining(now) or 0.0,
-        recycles=sum(controller.recycles.values()),
-        last_recycle_reason=controller.recycle.reason if controller.recycle else "",
-        last_recycle_s=controller.last_recycle_s,
+        state=STATES[controller.mind.state],
+        reasons=controller.mind.reasons,
+        state_age_s=now - controller.mind.since,
+        next_recycle_s=controller.mind.timer.remaining(now) or 0.0,
+        recycles=sum(controller.mind.recycles.values()),
+        last_recycle_reason=controller.mind.recycle.reason if controller.mind.recycle else "",
+        last_recycle_s=controller.mind.last_recycle_s,
         runtime=controller.probe.message,
         gpu=controller.gpu.message,
         owner=controller.owner.message,
         in_flight=controller.cloudboard.in_flight,
-        maintenance=controller.memory.maintenance,
+        maintenance=controller.mind.memory.maintenance,
     )
     _peer(status.probe_peer, controller.probe)
     _peer(status.gpu_peer, controller.gpu)
     _peer(status.owner_peer, controller.owner)
     status.cloudboard_peer.connected = controller.cloudboard.attached
     status.cloudboard_peer.age_s = controller.cloudboard.age_s
-    for transition in controller.history:
-        event = status.events.add(age_s=now - transition.at, to=STATES[transition.after], reason=transition.reason)
-        setattr(event, "from", STATES[transition.before])  # a keyword in Python
+    for entry in controller.journal.transitions()[-_SHOWN:]:
+        event = status.events.add(age_s=now - entry.at, to=STATES[State[entry.after.upper()]], reason=entry.code)
+        setattr(event, "from", STATES[State[entry.before.upper()]])  # a keyword in Python
     return status
+
+
+def happenings(controller: Controller, last: int) -> pb.Happenings:
+    """The last things that happened; all that are kept for 0."""
+    now = controller.clock()
+    return pb.Happenings(
+        happenings=[
+            pb.Happening(
+                age_s=now - entry.at,
+                wall_s=entry.wall,
+                kind=entry.kind,
+                code=entry.code,
+                before=entry.before,
+                after=entry.after,
+                more=entry.more,
+            )
+            for entry in list(controller.journal.entries)[-last:]
+        ]
+    )
 
 
 def essence(status: pb.NodeStatus) -> tuple[Any, ...]:

@@ -49,8 +49,13 @@ class Triggers:
         """A recycle brought no fresh runtime: the next try waits."""
         self._backoff.spend(now)
 
+    def began(self, now: float, reason: str) -> None:
+        """A recycle that was wanted begins: the next one for an error waits."""
+        if reason != TIMER:
+            self._backoff.spend(now)
+
     def wanted(self, state: State, state_age_s: float, facts: Facts, memory: Memory, now: float) -> str | None:
-        """The reason for a recycle that should start now, or None. Counts an error recycle as spent."""
+        """The reason for a recycle that should start now, or None."""
         gpu = facts.gpu
         if gpu is not None and gpu.fit:
             self._gpu_tried = False
@@ -63,10 +68,7 @@ class Triggers:
             return TIMER
         if not self._backoff.allows(now):
             return None
-        reason = self._error(state, state_age_s, facts, memory)
-        if reason is not None:
-            self._backoff.spend(now)
-        return reason
+        return self._error(state, state_age_s, facts, memory)
 
     def _error(self, state: State, state_age_s: float, facts: Facts, memory: Memory) -> str | None:
         runtime, gpu, owner = facts.runtime, facts.gpu, facts.owner

@@ -6,12 +6,22 @@ returns only after `recover_after_polls` looks in a row were better; XIDs that m
 by time.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from gpuhealthd import xid
-from gpuhealthd.rules import FAULTS, RECOVERY, RULES, UNKNOWN_FAULT, UNKNOWN_RECOVERY, Looks, Policy
+from gpuhealthd.rules import (
+    FAULTS,
+    LEAST,
+    MOST,
+    RECOVERY,
+    RULES,
+    UNKNOWN_FAULT,
+    UNKNOWN_RECOVERY,
+    Looks,
+    Policy,
+)
 from gpuhealthd.snapshot import Device, Reading, Snapshot
 from gpuhealthd.verdicts import Action, Verdict
 
@@ -61,7 +71,11 @@ class Track:
         better: looks in a row that were better than `shown`.
         values: measured values of the look before, for rates.
         streaks: for each soft signal, looks in a row that showed it.
-        xids: occurrences of each XID number.
+        xids: occurrences of each XID number among the driver's events.
+        log_xids: and in the kernel's log.
+        fatal: XIDs that the log called fatal.
+        most: the largest value in this boot of what `rules.MOST` names.
+        least: the smallest of what `rules.LEAST` names.
     """
 
     name: str = "unknown"
@@ -70,6 +84,15 @@ class Track:
     values: Mapping[str, float] = field(default_factory=dict)
     streaks: Mapping[str, int] = field(default_factory=dict)
     xids: Mapping[int, int] = field(default_factory=dict)
+    log_xids: Mapping[int, int] = field(default_factory=dict)
+    fatal: frozenset[int] = frozenset()
+    most: Mapping[str, float] = field(default_factory=dict)
+    least: Mapping[str, float] = field(default_factory=dict)
+
+    def occurrences(self) -> dict[int, int]:
+        """How often each XID came. Most come both ways, some only one: the larger count is the true one."""
+        numbers = self.xids.keys() | self.log_xids.keys()
+        return {number: max(self.xids.get(number, 0), self.log_xids.get(number, 0)) for number in sorted(numbers)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +126,7 @@ def classify(snapshot: Snapshot, history: History, policy: Policy) -> tuple[Asse
         if key in tracks:
             continue
         if key in vanished:
-            missing = Judgement(Verdict.UNAVAILABLE, ("device-missing",), Action.REBOOT)
+            missing = _judge(_moved([_fault("device-missing")], policy))
             track = replace(track, shown=missing, better=0)  # noqa: PLW2901 (the same device's next track)
             judged.append(DeviceJudgement(key, track.name, missing))
         tracks[key] = track
@@ -126,11 +149,19 @@ def _look(device: Device, track: Track, provider: str, elapsed: float, policy: P
         findings.append(_fault("not-measured"))
     if "recovery_action" in values:
         findings.extend(_recovery(values["recovery_action"]))
-    counts = dict(track.xids)
-    for number in device.xids:
-        counts[number] = counts.get(number, 0) + 1
-    findings.extend(_xid_findings(frozenset(device.xids), counts))
-    looks = Looks(values, track.values, elapsed, policy)
+    before = track.occurrences()
+    track = replace(
+        track,
+        xids=_count(track.xids, device.xids),
+        log_xids=_count(track.log_xids, device.log_xids),
+        fatal=track.fatal | frozenset(device.fatal_xids),
+        most=_marks(track.most, values, MOST, max),
+        least=_marks(track.least, values, LEAST, min),
+    )
+    counts = track.occurrences()
+    new = frozenset(number for number, count in counts.items() if count > before.get(number, 0))
+    findings.extend(_xid_findings(new, counts, track.fatal, policy))
+    looks = Looks(values, track.values, elapsed, policy, track.most, track.least)
     streaks: dict[str, int] = {}
     for rule in RULES:
         if provider not in rule.providers or not rule.holds(looks):
@@ -140,8 +171,32 @@ def _look(device: Device, track: Track, provider: str, elapsed: float, policy: P
             findings.append(Finding(rule.code, Verdict.UNAVAILABLE, rule.action))
         elif streak >= rule.after:
             findings.append(Finding(rule.code, rule.verdict, rule.action))
-    held = _hold(track, _judge(findings), policy)
-    return replace(held, name=device.name, values=values, streaks=streaks, xids=counts)
+    held = _hold(track, _judge(_moved(findings, policy)), policy)
+    return replace(held, name=device.name, values=values, streaks=streaks)
+
+
+def _marks(
+    marks: Mapping[str, float],
+    values: Mapping[str, float],
+    names: frozenset[str],
+    better: Callable[[float, float], float],
+) -> Mapping[str, float]:
+    return {**marks, **{name: better(values[name], marks.get(name, values[name])) for name in names & values.keys()}}
+
+
+def _count(counts: Mapping[int, int], numbers: Iterable[int]) -> Mapping[int, int]:
+    counted = dict(counts)
+    for number in numbers:
+        counted[number] = counted.get(number, 0) + 1
+    return counted
+
+
+def _moved(findings: Iterable[Finding], policy: Policy) -> Iterable[Finding]:
+    """The findings with the operator's verdicts in place of ours."""
+    for finding in findings:
+        verdict = policy.verdicts.get(finding.code, finding.verdict)
+        if verdict is not Verdict.HEALTHY:
+            yield replace(finding, verdict=verdict)
 
 
 def _recovery(value: float) -> Iterable[Finding]:
@@ -150,9 +205,14 @@ def _recovery(value: float) -> Iterable[Finding]:
         yield Finding(code, verdict, action)
 
 
-def _xid_findings(new: frozenset[int], counts: Mapping[int, int]) -> Iterable[Finding]:
+def _xid_findings(
+    new: frozenset[int], counts: Mapping[int, int], fatal: frozenset[int], policy: Policy
+) -> Iterable[Finding]:
     for number, count in counts.items():
-        rule = xid.rule(number)
+        rule = xid.FATAL if number in fatal & xid.NVLINK_5 else xid.rule(number)
+        moved = policy.verdicts.get(f"xid-{number}")
+        if moved is not None:
+            rule = replace(rule, verdict=moved, repeat=0)
         lasting = rule.verdict is Verdict.UNAVAILABLE or (rule.repeat and count >= rule.repeat)
         if lasting:
             action = rule.action if rule.verdict is Verdict.UNAVAILABLE else max(rule.action, Action.RESET_GPU)
@@ -168,7 +228,7 @@ def _provider_findings(snapshot: Snapshot, policy: Policy) -> Iterable[Finding]:
         if not snapshot.devices:
             yield _fault("no-devices")
         elif len(snapshot.devices) < policy.expected_devices:
-            yield _fault("device-missing")
+            yield from _moved([_fault("device-missing")], policy)
 
 
 def _fault(code: str) -> Finding:

@@ -8,12 +8,15 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
+from gpuhealthd import policy_file
 from gpuhealthd.classify import Assessment
+from gpuhealthd.history import Archive, boot_id
 from gpuhealthd.prober import Prober
 from gpuhealthd.rules import Policy
 from gpuhealthd.verdicts import Action, Verdict
@@ -24,6 +27,7 @@ from tie.daemon.service import Lifetime, run
 from tie.proto import gpuhealth_pb2 as pb
 from tie.proto import gpuhealth_pb2_grpc
 
+_JUST_AFTER_S = 0.01
 _VERDICTS = {
     Verdict.HEALTHY: pb.VERDICT_HEALTHY,
     Verdict.DEGRADED: pb.VERDICT_DEGRADED,
@@ -74,7 +78,8 @@ class GpuHealth(gpuhealth_pb2_grpc.GpuHealthServicer):
                 yield message
                 shown, due = essence, loop.time() + self._heartbeat_s
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, due - loop.time())):
+                # Old data is said to be old at that moment, not at the next heartbeat.
+                async with asyncio.timeout(min(max(0.0, due - loop.time()), self._prober.good_for() + _JUST_AFTER_S)):
                     await changed.wait()
 
 
@@ -147,7 +152,7 @@ async def serve(config: NodeConfig, lifetime: Lifetime) -> None:
     """Runs the daemon until it is asked to stop.
 
     Raises:
-        ConfigError: looks would always be older than they may be.
+        ConfigError: looks would always be older than they may be, or the policy file is no policy.
     """
     settings = config.gpuhealth
     if settings.poll_interval_s >= settings.stale_after_s:
@@ -158,7 +163,11 @@ async def serve(config: NodeConfig, lifetime: Lifetime) -> None:
         max_load_per_core=settings.max_load_per_core,
         max_temperature_c=settings.max_temperature_c,
         expected_devices=settings.expected_devices,
+        expected_nvlinks=settings.expected_nvlinks,
+        confidential=settings.confidential,
+        verdicts=policy_file.load(Path(settings.policy_file)) if settings.policy_file else {},
     )
+    archive = Archive(config.sockets.gpuhealth.with_name("history.json"), boot_id())
     verdicts = _VerdictLog()
 
     def on_change() -> None:
@@ -171,6 +180,8 @@ async def serve(config: NodeConfig, lifetime: Lifetime) -> None:
         interval_s=settings.poll_interval_s,
         deadline_s=settings.stale_after_s,
         on_change=on_change,
+        kernel_log=settings.kernel_log,
+        archive=archive if settings.provider == "nvml" else None,
     )
     servicer = GpuHealth(prober, config.controller.heartbeat_s)
 
@@ -181,7 +192,7 @@ async def serve(config: NodeConfig, lifetime: Lifetime) -> None:
         probing = asyncio.create_task(prober.run())
         stopping = asyncio.create_task(lifetime.stopping.wait())
         try:
-            lifetime.ready()
+            lifetime.ready(config.sockets.gpuhealth)
             await asyncio.wait({probing, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if probing.done():
                 probing.result()  # a bug in the prober must end the daemon, not leave it serving old verdicts

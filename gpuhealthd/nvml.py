@@ -3,60 +3,41 @@
 The library is initialized once and held: initialization serializes over all processes of a machine. Each return code
 is one of three things: a value, "not measured" (the GPU or our rights do not give it), or a fault; a code that is not
 listed is a fault. Calls may hang for ever, so this runs only in the prober child.
+
+XIDs come two ways, for neither brings all of them: as events of the library, and from the kernel's log.
 """
 
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
-from gpuhealthd.snapshot import Device, Reading, Snapshot, Unit, label
+from gpuhealthd.kernel_log import KernelLog, Xid
+from gpuhealthd.nvml_codes import NOT_MEASURED, TIMEOUT, UNKNOWN_CODE, fault_of
+from gpuhealthd.nvml_device import DeviceLook, pynvml
+from gpuhealthd.snapshot import Device, Snapshot, label
 
-try:
-    import pynvml
-except ImportError:  # the extra is not installed: said in the verdict
-    pynvml = None
-
-_FIELD_RECOVERY_ACTION: Final = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION; older bindings lack the name
-_FIELD_MEMORY_TEMPERATURE: Final = 82  # NVML_FI_DEV_MEMORY_TEMP
 _EVENT_XID: Final = 0x08  # nvmlEventTypeXidCriticalError
-_GPU_MAX, _MEMORY_MAX = 3, 2  # NVML_TEMPERATURE_THRESHOLD_*
-_CORRECTED, _UNCORRECTED, _VOLATILE = 0, 1, 0
+_EVENT_UNAVAILABLE: Final = 0x4000  # nvmlEventTypeGpuUnavailableError
+_EVENTS: Final = _EVENT_XID | _EVENT_UNAVAILABLE
 _MAX_EVENTS: Final = 64
-
-# nvmlReturn_t by number: the names differ between versions of the binding, the numbers are ABI.
-NOT_MEASURED: Final = frozenset({2, 3, 4, 6, 7, 13, 21, 22, 25, 26, 27})
-FAULT_CODES: Final[dict[int, str]] = {
-    8: "power-missing",
-    9: "driver-not-loaded",
-    10: "nvml-timeout",
-    11: "nvml-irq",
-    12: "driver-missing",
-    14: "inforom-corrupt",
-    15: "gpu-lost",
-    16: "reset-required",
-    17: "blocked-by-os",
-    18: "driver-mismatch",
-    20: "nvml-memory",
-    28: "device-missing",
-}
-_UNKNOWN_CODE: Final = "nvml-unknown"
-_TIMEOUT: Final = 10
-
-
-def fault_of(code: int) -> str | None:
-    """The stable fault code for an nvmlReturn_t, or None where it only means "not measured"."""
-    if code in NOT_MEASURED:
-        return None
-    return FAULT_CODES.get(code, _UNKNOWN_CODE)
 
 
 class NvmlProvider:
-    """Reads all GPUs. `look` never raises for anything that NVML answers."""
+    """Reads all GPUs. `look` never raises for anything that NVML answers.
 
-    def __init__(self) -> None:
+    Args:
+        kernel_log: the kernel's log; what cannot be read there is missing, and no fault.
+        after: the last of its records that was taken into account already.
+    """
+
+    def __init__(self, kernel_log: Path, after: int) -> None:
         self._initialized = False
+        self._driver = 0
         self._uuids: dict[int, str] = {}  # by index: a GPU that no longer answers is still the one that it was
-        self._events: _XidEvents | None = None
+        self._pci: dict[str, str] = {}  # address → id
+        self._inforom: dict[str, str | None] = {}
+        self._events: _Events | None = None
+        self._log = KernelLog(kernel_log, after)
 
     def look(self) -> Snapshot:
         """One snapshot; provider-wide faults when the library, the driver or the count is out of reach."""
@@ -67,140 +48,74 @@ class NvmlProvider:
             if not self._initialized:
                 pynvml.nvmlInit()
                 self._initialized = True
+                self._driver = _major(pynvml.nvmlSystemGetDriverVersion)
             count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError as error:
-            return Snapshot("nvml", taken, faults=(fault_of(error.value) or _UNKNOWN_CODE,))
-        looks = [_DeviceLook(index, self._uuids.get(index)) for index in range(min(count, 64))]
+            return Snapshot("nvml", taken, faults=(fault_of(error.value) or UNKNOWN_CODE,))
+        looks = [DeviceLook(index, self._uuids.get(index), self._driver) for index in range(min(count, 64))]
         for look in looks:
             look.identify()
-        if self._events is None:
-            self._events = _XidEvents()
-        xids = self._events.drain([look for look in looks if look.handle is not None])
+            if look.pci:
+                self._pci[look.pci] = look.id
+        open_looks = [look for look in looks if look.handle is not None]
+        self._events = self._events or _Events()
+        events = self._events.drain(open_looks)
+        for look in open_looks:
+            self._check_inforom(look)
+            if look.id in self._events.unavailable:
+                look.fault("gpu-unavailable")
+        logged = self._logged()
         devices = []
         for look in looks:
             self._uuids[look.index] = look.id
-            devices.append(look.read(tuple(xids.get(look.id, ()))))
-        return Snapshot("nvml", taken, tuple({device.id: device for device in devices}.values()))
+            devices.append(look.read(tuple(events.get(look.id, ())), tuple(logged.pop(look.id, ()))))
+        devices.extend(_unlisted(where, xids) for where, xids in logged.items())
+        unique = {device.id: device for device in devices[:64]}
+        return Snapshot("nvml", taken, tuple(unique.values()), log_position=self._log.position)
 
-
-class _DeviceLook:
-    """One look at one GPU: collects readings, and faults from return codes."""
-
-    def __init__(self, index: int, known: str | None) -> None:
-        self.index = index
-        self.id = known or f"gpu{index}"
-        self.name = "NVIDIA GPU"
-        self.handle: Any = None
-        self._readings: list[Reading] = []
-        self._faults: dict[str, None] = {}
-
-    def identify(self) -> None:
-        """Opens the GPU by its index and learns its UUID. The library re-binds indices, hence at every look."""
-        self.handle = self._call(pynvml.nvmlDeviceGetHandleByIndex, self.index)
-        if self.handle is None:
-            if not self._faults:  # a GPU that is counted and cannot be opened, even "for lack of rights", is no GPU
-                self._faults["device-missing"] = None
-            return
-        self.id = label(self._call(pynvml.nvmlDeviceGetUUID, self.handle) or self.id)
-        self.name = label(self._call(pynvml.nvmlDeviceGetName, self.handle) or self.name)
-
-    def read(self, xids: tuple[int, ...]) -> Device:
-        """Every quantity, the driver's own verdict first; a lost GPU is not asked further."""
-        if self.handle is not None:
-            self._field("recovery_action", _FIELD_RECOVERY_ACTION, "enum")
-            for part in (self._thermal, self._memory, self._errors, self._modes, self._link):
-                if "gpu-lost" in self._faults:
-                    break
-                part()
-        return Device(self.id, self.name, tuple(self._readings), tuple(self._faults)[:16], xids)
-
-    def _thermal(self) -> None:
-        self._value("temperature_c", "celsius", pynvml.nvmlDeviceGetTemperature, 0)
-        self._value("temperature_limit_c", "celsius", pynvml.nvmlDeviceGetTemperatureThreshold, _GPU_MAX)
-        self._field("memory_temperature_c", _FIELD_MEMORY_TEMPERATURE, "celsius")
-        self._value("memory_temperature_limit_c", "celsius", pynvml.nvmlDeviceGetTemperatureThreshold, _MEMORY_MAX)
-        milliwatts = self._call(pynvml.nvmlDeviceGetPowerUsage, self.handle)
-        self._add("power_w", "watts", None if milliwatts is None else milliwatts / 1000)
-        self._value("clock_events", "mask", pynvml.nvmlDeviceGetCurrentClocksEventReasons)
-
-    def _memory(self) -> None:
-        memory = self._call(pynvml.nvmlDeviceGetMemoryInfo, self.handle)
-        self._add("memory_used_bytes", "bytes", None if memory is None else memory.used)
-        self._add("memory_total_bytes", "bytes", None if memory is None else memory.total)
-        utilization = self._call(pynvml.nvmlDeviceGetUtilizationRates, self.handle)
-        self._add("utilization", "percent", None if utilization is None else utilization.gpu)
-
-    def _errors(self) -> None:
-        self._value("ecc_uncorrected_volatile", "count", pynvml.nvmlDeviceGetTotalEccErrors, _UNCORRECTED, _VOLATILE)
-        self._value("ecc_corrected_volatile", "count", pynvml.nvmlDeviceGetTotalEccErrors, _CORRECTED, _VOLATILE)
-        self._values(
-            ("remap_corrected", "remap_uncorrected", "remap_pending", "remap_failure"),
-            self._call(pynvml.nvmlDeviceGetRemappedRows, self.handle),
-        )
-        repair = getattr(pynvml, "nvmlDeviceGetRepairStatus", None)
-        pending = None if repair is None else self._call(repair, self.handle)
-        self._add("repair_pending", "count", None if pending is None else int(any(pending)))
-
-    def _modes(self) -> None:
-        self._values(("ecc_mode", "ecc_mode_pending"), self._call(pynvml.nvmlDeviceGetEccMode, self.handle))
-        self._values(("mig_mode", "mig_mode_pending"), self._call(pynvml.nvmlDeviceGetMigMode, self.handle))
-        self._value("persistence_mode", "enum", pynvml.nvmlDeviceGetPersistenceMode)
-
-    def _link(self) -> None:
-        self._value("pcie_width", "count", pynvml.nvmlDeviceGetCurrPcieLinkWidth)
-        self._value("pcie_width_max", "count", pynvml.nvmlDeviceGetMaxPcieLinkWidth)
-        self._value("pcie_generation", "count", pynvml.nvmlDeviceGetCurrPcieLinkGeneration)
-        self._value("pcie_generation_max", "count", pynvml.nvmlDeviceGetMaxPcieLinkGeneration)
-
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The function's answer, or None with the fault noted when the return code is one."""
-        try:
-            return function(*arguments)
-        except pynvml.NVMLError as error:
-            self._note(error.value)
-            return None
-
-    def _note(self, code: int) -> None:
-        fault = fault_of(code)
+    def _check_inforom(self, look: DeviceLook) -> None:
+        if look.id not in self._inforom:
+            self._inforom[look.id] = look.check_inforom()
+        fault = self._inforom[look.id]
         if fault is not None:
-            self._faults[fault] = None
+            look.fault(fault)
 
-    def _add(self, name: str, unit: Unit, value: float | None) -> None:
-        self._readings.append(Reading(name, None if value is None else float(value), unit))
-
-    def _value(self, name: str, unit: Unit, function: Callable[..., Any], *arguments: Any) -> None:
-        self._add(name, unit, self._call(function, self.handle, *arguments))
-
-    def _values(self, names: tuple[str, ...], values: Any) -> None:
-        for position, name in enumerate(names):
-            self._add(name, "count", None if values is None else values[position])
-
-    def _field(self, name: str, field: int, unit: Unit) -> None:
-        answers = self._call(pynvml.nvmlDeviceGetFieldValues, self.handle, [field])
-        if answers is None:
-            self._add(name, unit, None)
-            return
-        answer = answers[0]
-        if answer.nvmlReturn != 0:  # each field has a return code of its own
-            self._note(answer.nvmlReturn)
-            self._add(name, unit, None)
-            return
-        member = _UNION.get(answer.valueType, "uiVal")
-        self._add(name, unit, getattr(answer.value, member))
+    def _logged(self) -> dict[str, list[Xid]]:
+        """New XIDs of the kernel's log by device id; by address for a GPU that NVML does not list."""
+        found: dict[str, list[Xid]] = {}
+        for xid in self._log.read():
+            found.setdefault(self._pci.get(xid.pci, f"pci {xid.pci}"), []).append(xid)
+        return found
 
 
-# nvmlValueType_t → member of the union nvmlValue_t.
-_UNION: Final = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
+def _unlisted(where: str, xids: list[Xid]) -> Device:
+    """A GPU that the kernel speaks of and NVML does not list: one that is missing."""
+    numbers = tuple(xid.number for xid in xids)
+    return Device(label(where), "NVIDIA GPU", faults=("device-missing",), log_xids=numbers[:64])
 
 
-class _XidEvents:
-    """The driver's XID events. Not every XID arrives this way, and a GPU without events is no fault."""
+def _major(version: Any) -> int:
+    """The driver's major version, or 0."""
+    try:
+        text = str(version()).partition(".")[0]
+    except pynvml.NVMLError:
+        return 0
+    return int(text) if text.isdecimal() else 0
+
+
+class _Events:
+    """The driver's events. Not every XID arrives this way, and a GPU without events is no fault.
+
+    Attributes:
+        unavailable: devices that the driver has called unavailable, until this process ends.
+    """
 
     def __init__(self) -> None:
+        self.unavailable: set[str] = set()
         self._registered: set[str] = set()
         self._set: Any = None
 
-    def drain(self, looks: list[_DeviceLook]) -> dict[str, list[int]]:
+    def drain(self, looks: list[DeviceLook]) -> dict[str, list[int]]:
         """XID numbers since the call before, by device id; never waits."""
         found: dict[str, list[int]] = {}
         try:
@@ -212,20 +127,23 @@ class _XidEvents:
                 return found
             for _ in range(_MAX_EVENTS):
                 event = pynvml.nvmlEventSetWait_v2(self._set, 0)
+                uuid = label(pynvml.nvmlDeviceGetUUID(event.device))
                 if event.eventType == _EVENT_XID:
-                    uuid = label(pynvml.nvmlDeviceGetUUID(event.device))
                     found.setdefault(uuid, []).append(min(int(event.eventData), 100_000))
+                elif event.eventType == _EVENT_UNAVAILABLE:
+                    self.unavailable.add(uuid)
         except pynvml.NVMLError as error:
             # A timeout only says that there are no more. Whatever else is wrong shows in the GPU's own calls.
-            if error.value not in {_TIMEOUT} | NOT_MEASURED:
+            if error.value not in {TIMEOUT} | NOT_MEASURED:
                 self._reset()
         return found
 
-    def _register(self, look: _DeviceLook) -> None:
+    def _register(self, look: DeviceLook) -> None:
         if look.id in self._registered:
             return
-        if pynvml.nvmlDeviceGetSupportedEventTypes(look.handle) & _EVENT_XID:
-            pynvml.nvmlDeviceRegisterEvents(look.handle, _EVENT_XID, self._set)
+        wanted = pynvml.nvmlDeviceGetSupportedEventTypes(look.handle) & _EVENTS
+        if wanted:
+            pynvml.nvmlDeviceRegisterEvents(look.handle, wanted, self._set)
             self._registered.add(look.id)
 
     def _reset(self) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from gpuhealthd.classify import Assessment, History, blind, classify
+from gpuhealthd.history import Archive
 from gpuhealthd.rules import Policy
 from gpuhealthd.snapshot import MAX_MESSAGE_BYTES, Provider, decode
 from gpuhealthd.verdicts import Verdict
@@ -38,7 +39,8 @@ class Prober:
         interval_s: between two looks.
         deadline_s: a look that takes longer has hung; an assessment older than this is stale.
         on_change: called when a new assessment is there.
-        command: the child's command line; the channel's descriptor number is appended.
+        kernel_log: where the child finds the kernel's log.
+        archive: what was known before this process started, and keeps what it learns; None for nothing.
     """
 
     def __init__(
@@ -49,16 +51,19 @@ class Prober:
         interval_s: float,
         deadline_s: float,
         on_change: Callable[[], None],
-        command: Sequence[str] | None = None,
+        kernel_log: str = "/dev/kmsg",
+        archive: Archive | None = None,
     ) -> None:
         self.provider = provider
         self._policy = policy
         self._interval_s = interval_s
         self._deadline_s = deadline_s
         self._on_change = on_change
-        self._command = list(command or (sys.executable, "-P", "-m", "gpuhealthd.worker", provider))
-        self._assessment, self._history = blind("probe-starting", History())
-        self._history = History()  # a start is no fault to recover from
+        self._command = [sys.executable, "-P", "-m", "gpuhealthd.worker", provider, kernel_log]
+        self._archive = archive
+        # A start is no fault to recover from: the history is as it was.
+        self._history, self._log_position = archive.load() if archive else (History(), -1)
+        self._assessment, _ = blind("probe-starting", self._history)
         self._taken_s: float | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._pause_s = _FIRST_PAUSE_S
@@ -81,6 +86,13 @@ class Prober:
             return blind("stale", self._history)[0], age
         return self._assessment, age
 
+    def good_for(self) -> float:
+        """Seconds for which `answer` stays as it is, if no look comes back."""
+        if self._taken_s is None or self._assessment.node.verdict is Verdict.UNAVAILABLE:
+            return float("inf")
+        left = self._taken_s + self._deadline_s - time.monotonic()
+        return left if left > 0 else float("inf")  # it is old already, and stays so
+
     async def run(self) -> None:
         """Looks for ever. Cancel it to end; the child is killed, and not waited for."""
         try:
@@ -99,7 +111,8 @@ class Prober:
         with ours:
             ours.setblocking(False)
             with theirs:
-                self._child = _start([*self._command, str(theirs.fileno())], theirs.fileno())
+                arguments = (str(self._log_position), str(theirs.fileno()))
+                self._child = _start([*self._command, *arguments], theirs.fileno())
             self._good = 0
             while True:
                 began = time.monotonic()
@@ -118,6 +131,10 @@ class Prober:
                     return "probe-gone"
                 self._taken_s = began  # ours, not the child's: the age is then never too young
                 self._assessment, self._history = classify(snapshot, self._history, self._policy)
+                if snapshot.log_position is not None:
+                    self._log_position = snapshot.log_position
+                if self._archive:
+                    self._archive.save(self._history, self._log_position)
                 self.looks += 1
                 self._good += 1
                 if self._good >= self._policy.recover_after_polls:

@@ -5,7 +5,7 @@ what public health monitors agree on. Each row names a stable code; a new condit
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from gpuhealthd.verdicts import Action, Verdict
@@ -14,6 +14,10 @@ _BUSY_PERCENT = 50.0
 _ECC_CORRECTED_PER_S = 1000.0  # a rate, not a total: rates of this order stall the driver while no XID is raised
 _MEMORY_STALL_PERCENT = 50.0  # half of the time every task waited for memory (PSI "full", kernel docs: accounting/psi)
 _MAX_REMAPPED_ROWS = 512.0
+_MAX_RETIRED_PAGES = 63.0
+_MAX_DOUBLE_BIT_PAGES = 15.0
+_NVLINK_CRC_PER_S = 100.0
+_PCIE_REPLAYS_PER_S = 8.0 / 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +29,26 @@ class Policy:
     max_load_per_core: float = 64.0
     max_temperature_c: float = 100.0
     expected_devices: int = 0  # 0: whatever is there
+    expected_nvlinks: int = 0  # of each GPU; 0: as many as there once were
+    confidential: bool = False  # whether the node must be in confidential-computing mode
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)  # conditions that the operator has moved
 
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """The measured values of this look and of the one before. A name that was not measured is absent."""
+    """The measured values of this look and of the one before. A name that was not measured is absent.
+
+    Attributes:
+        most: the largest value in this boot of what `MOST` names.
+        least: the smallest of what `LEAST` names.
+    """
 
     now: Mapping[str, float]
     before: Mapping[str, float]
     elapsed_s: float
     policy: Policy
+    most: Mapping[str, float] = field(default_factory=dict)
+    least: Mapping[str, float] = field(default_factory=dict)
 
     def above(self, name: str, limit: float | None) -> bool:
         """Whether a measured value is over a limit; not measured, or no limit, is never over it."""
@@ -60,6 +74,10 @@ class Looks:
             return False
         return (self.now[name] - self.before[name]) / self.elapsed_s > per_second
 
+    def part(self, name: str, shift: int, width: int) -> int | None:
+        """A part of a measured bit field."""
+        return None if name not in self.now else int(self.now[name]) >> shift & width
+
     def limit(self, name: str) -> float | None:
         """A limit that the device itself reports; zero means that it has none."""
         return self.now.get(name) or None
@@ -82,6 +100,32 @@ class Rule:
     after: int = 1
     unavailable_after: int = 0
 
+
+def _links_down(looks: Looks) -> bool:
+    # A PCIe card without a bridge has links that were never up: that alone is no fault.
+    active = looks.now.get("nvlink_active")
+    if active is None:
+        return looks.most.get("nvlink_active", 0) > 0  # there were some
+    wanted = max(looks.policy.expected_nvlinks, looks.most.get("nvlink_active", 0))
+    return active < wanted or (active > 0 and looks.above("nvlink_inactive", 0))
+
+
+def _fabric_unhealthy(looks: Looks) -> bool:
+    # nvml.h, NVML_GPU_FABRIC_HEALTH_MASK_*: 1 is "true" for degraded bandwidth, route recovery, route unhealthy and
+    # access timeout recovery; a configuration above 1 names what is incorrect.
+    bits = [looks.part("fabric_health", shift, 3) for shift in (0, 2, 4, 6)]
+    configuration = looks.part("fabric_health", 8, 15)
+    return 1 in bits or (configuration is not None and configuration > 1)
+
+
+def _not_confidential(looks: Looks) -> bool:
+    wanted = {"cc_feature": 1.0, "cc_environment": 2.0, "cc_devtools": 0.0, "cc_ready": 1.0}  # production, no debugger
+    return looks.policy.confidential and any(looks.now.get(name) != value for name, value in wanted.items())
+
+
+# What is remembered of each device for the rules (`Looks.most`, `Looks.least`).
+MOST: Final = frozenset({"nvlink_active"})
+LEAST: Final = frozenset({"retired_double"})
 
 _CPU = ("cpu",)
 _GPU = ("nvml",)
@@ -118,6 +162,29 @@ RULES: Final[tuple[Rule, ...]] = (
         "remap-exhausted", _GPU,
         lambda looks: looks.above("remap_uncorrected", _MAX_REMAPPED_ROWS - 1), _POOR, Action.SERVICE,
     ),
+    Rule(
+        "remap-over-limit", _GPU, lambda looks: looks.above("remap_uncorrected", _MAX_REMAPPED_ROWS), _BAD,
+        Action.SERVICE,
+    ),
+    Rule("sram-threshold", _GPU, lambda looks: looks.above("sram_threshold", 0), _BAD, Action.SERVICE),
+    # Whole pages instead of rows, before Ampere.
+    Rule("retired-pending", _GPU, lambda looks: looks.above("retired_pending", 0), _POOR, Action.RESET_GPU),
+    Rule(
+        "retired-limit", _GPU,
+        lambda looks: looks.now.get("retired_single", 0) + looks.now.get("retired_double", 0) >= _MAX_RETIRED_PAGES,
+        _BAD, Action.SERVICE,
+    ),
+    Rule(
+        "retired-double-bit", _GPU, lambda looks: looks.above("retired_double", _MAX_DOUBLE_BIT_PAGES), _POOR,
+        Action.SERVICE,
+    ),
+    Rule(
+        "retired-growing", _GPU,
+        lambda looks: looks.above(
+            "retired_double", max(_MAX_DOUBLE_BIT_PAGES, looks.least.get("retired_double", 0) + 1)
+        ),
+        _BAD, Action.SERVICE,
+    ),
     Rule("repair-pending", _GPU, lambda looks: looks.above("repair_pending", 0), _POOR, Action.RESET_GPU),
     # Clock event reasons, nvml.h: 0x40 hardware thermal, 0x80 power brake, 0x08 hardware slowdown (also shown for a
     # moment during normal clock changes), 0x20 software thermal. Idle (0x01) and software power cap (0x04) are normal.
@@ -128,6 +195,37 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule("power-brake", _GPU, lambda looks: looks.bit("clock_events", 0x80), _POOR, after=2, unavailable_after=30),
     Rule("hardware-slowdown", _GPU, lambda looks: looks.bit("clock_events", 0x08), _POOR, after=5),
     Rule("software-thermal", _GPU, lambda looks: looks.bit("clock_events", 0x20), _POOR, after=5),
+    Rule("thermal-violation", _GPU, lambda looks: looks.rate_above("thermal_violation_ns", 0), _POOR, after=2),
+    # The margin shrinks to a limit that the device names, signed: zero is one, and not measured is none.
+    Rule(
+        "thermal-margin", _GPU,
+        lambda looks: looks.below("thermal_margin_c", looks.now.get("thermal_margin_limit_c")), _POOR,
+    ),
+    Rule("nvlink-down", _GPU, _links_down, _BAD, Action.RESET_GPU),
+    Rule("nvlink-crc", _GPU, lambda looks: looks.rate_above("nvlink_crc", _NVLINK_CRC_PER_S), _BAD, Action.SERVICE),
+    Rule("nvlink-replays", _GPU, lambda looks: looks.rate_above("nvlink_replays", 0), _POOR),
+    Rule("nvlink-recoveries", _GPU, lambda looks: looks.rate_above("nvlink_recoveries", 0), _POOR),
+    # nvml.h, NVML_GPU_FABRIC_STATE_*: 0 not supported, 1 not started, 2 in progress, 3 completed.
+    Rule("fabric-in-progress", _GPU, lambda looks: looks.now.get("fabric_state") == 2, _POOR),
+    Rule("fabric-not-started", _GPU, lambda looks: looks.now.get("fabric_state") == 1, _BAD, Action.SERVICE),
+    Rule(
+        "fabric-unknown", _GPU, lambda looks: looks.now.get("fabric_state", 0) not in {0, 1, 2, 3}, _BAD,
+        Action.SERVICE,
+    ),
+    Rule(
+        "fabric-failed", _GPU,
+        lambda looks: looks.now.get("fabric_state") == 3 and looks.above("fabric_status", 0), _BAD, Action.SERVICE,
+    ),
+    Rule(
+        "fabric-unhealthy", _GPU, lambda looks: looks.now.get("fabric_state") == 3 and _fabric_unhealthy(looks), _BAD,
+        Action.SERVICE,
+    ),
+    Rule(
+        "cc-not-ready", _GPU, lambda looks: looks.now.get("cc_feature") == 1 and looks.now.get("cc_ready") == 0, _BAD,
+        Action.REBOOT,
+    ),
+    Rule("cc-required", _GPU, _not_confidential, _BAD, Action.SERVICE),
+    Rule("pcie-replays", _GPU, lambda looks: looks.rate_above("pcie_replays", _PCIE_REPLAYS_PER_S), _POOR, after=2),
     Rule("pcie-width", _GPU, lambda looks: looks.below("pcie_width", looks.limit("pcie_width_max")), _POOR, after=2),
     # An idle link drops its generation to save power.
     Rule(
@@ -137,6 +235,8 @@ RULES: Final[tuple[Rule, ...]] = (
         _POOR, after=3,
     ),
     Rule("persistence-off", _GPU, lambda looks: looks.below("persistence_mode", 1), _POOR),
+    # A slice of a GPU serves nobody here, and remapped rows and events mean something else on it (nvml.h).
+    Rule("mig-on", _GPU, lambda looks: looks.above("mig_mode", 0), _BAD, Action.SERVICE),
     Rule("mig-pending", _GPU, lambda looks: looks.differs("mig_mode", "mig_mode_pending"), _POOR, Action.RESET_GPU),
 )  # fmt: skip
 
@@ -165,6 +265,7 @@ FAULTS: Final[Mapping[str, tuple[Verdict, Action]]] = {
     "power-missing": (_BAD, Action.SERVICE),
     "inforom-corrupt": (_POOR, Action.SERVICE),
     "device-missing": (_BAD, Action.REBOOT),
+    "gpu-unavailable": (_BAD, Action.RESET_GPU),  # an event of the driver
     "no-devices": (_BAD, Action.REBOOT),
     "driver-missing": (_BAD, Action.SERVICE),
     "driver-not-loaded": (_BAD, Action.REBOOT),

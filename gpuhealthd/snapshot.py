@@ -17,6 +17,7 @@ Name = Annotated[str, msgspec.Meta(pattern=r"\A[a-z][a-z0-9_]*\Z", max_length=48
 Unit = Literal["", "bytes", "celsius", "percent", "ratio", "watts", "count", "mask", "enum"]
 Label = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9 ._:/()@-]{1,96}\Z", max_length=96)]
 Provider = Literal["cpu", "nvml"]
+XidNumber = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,14 +38,18 @@ class Device(_Message, frozen=True):
     Attributes:
         id: the GPU's UUID, or "cpu0".
         faults: calls whose return code is itself a fault, as stable codes ("gpu-lost").
-        xids: XID numbers that the driver reported since the snapshot before, oldest first.
+        xids: XID numbers that the driver's events brought since the snapshot before, oldest first.
+        log_xids: those that the kernel's log brought: often the same ones once more.
+        fatal_xids: those of `log_xids` whose line says "Fatal".
     """
 
     id: Label
     name: Label
     readings: Annotated[tuple[Reading, ...], msgspec.Meta(max_length=64)] = ()
     faults: Annotated[tuple[Code, ...], msgspec.Meta(max_length=16)] = ()
-    xids: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=100_000)], ...], msgspec.Meta(max_length=64)] = ()
+    xids: Annotated[tuple[XidNumber, ...], msgspec.Meta(max_length=64)] = ()
+    log_xids: Annotated[tuple[XidNumber, ...], msgspec.Meta(max_length=4096)] = ()
+    fatal_xids: Annotated[tuple[XidNumber, ...], msgspec.Meta(max_length=4096)] = ()
 
 
 class Snapshot(_Message, frozen=True):
@@ -53,12 +58,14 @@ class Snapshot(_Message, frozen=True):
     Attributes:
         taken_s: CLOCK_MONOTONIC when the look began (one clock for all processes of a machine; time(7)).
         faults: of the provider as a whole ("driver-missing").
+        log_position: the last record of the kernel's log that was read; None while it cannot be.
     """
 
     provider: Provider
     taken_s: float
     devices: Annotated[tuple[Device, ...], msgspec.Meta(max_length=64)] = ()
     faults: Annotated[tuple[Code, ...], msgspec.Meta(max_length=16)] = ()
+    log_position: Annotated[int, msgspec.Meta(ge=-1)] | None = None
 
 
 _DECODER = msgspec.json.Decoder(Snapshot)

@@ -66,6 +66,7 @@ XIDS: Final[dict[int, XidRule]] = {
     68: _app("video decoder exception"),
     69: _app("graphics engine class error"),
     74: _reset("NVLink error"),
+    78: _watch("virtual GPU start"),
     79: _reboot("fallen off the bus"),
     92: _watch("high rate of single-bit ECC errors"),
     93: _watch("InfoROM wear"),
@@ -80,8 +81,8 @@ XIDS: Final[dict[int, XidRule]] = {
     137: _watch("NVLink privilege error"),
     140: _reset("unrecovered ECC error"),
     143: _reset("GPU initialization failed"),
-    # 144 to 150: NVLink 5. An event carries no sub-code, and only that tells whether the error was fatal; a fatal one
-    # also raises the recovery-action field, which is read at every look.
+    # 144 to 150: NVLink 5. An event carries no sub-code, and only that tells whether the error was fatal; the kernel's
+    # log says so (`FATAL`), and a fatal one also raises the recovery-action field, which is read at every look.
     **{number: _watch("NVLink 5 error") for number in range(144, 151)},
     151: _reboot("confidential-computing key rotation error"),
     154: _log_only("recovery action changed"),
@@ -106,6 +107,11 @@ UNKNOWN: Final = _watch("not in the table", repeat=3)
 def rule(number: int) -> XidRule:
     """The rule for an XID number; `UNKNOWN` where the table has none."""
     return XIDS.get(number, UNKNOWN)
+
+
+# What a line of the kernel's log that calls one of NVLink 5's errors fatal means.
+FATAL: Final = _reset("NVLink 5 fatal error")
+NVLINK_5: Final = frozenset(range(144, 151))
 
 
 def explained(number: int, together: frozenset[int]) -> bool:

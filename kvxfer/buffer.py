@@ -40,6 +40,7 @@ class ProducerBuffer:
             self._map.close()
             raise
         self._view = memoryview(self._map)
+        self._counter = _counter(self._view)
 
     def populate(self, first: int, count: int) -> None:
         """Makes the pages of blocks present in one go, which costs less than a fault for each."""
@@ -70,11 +71,12 @@ class ProducerBuffer:
         start = self.header.offset(self.committed)
         pages.protect(self._address + start, self.header.offset(count) - start)
         self.committed = count
-        # An aligned word, stored after the blocks; the doorbell's system call orders it for the other end.
-        COMMITTED.pack_into(self._view, COMMITTED_OFFSET, count)
+        # One store, after the blocks; the doorbell's system call orders it for the other end.
+        self._counter[0] = count
 
     def close(self) -> None:
         """Unmaps it. Every view from `block` must have been released."""
+        self._counter.release()
         self._view.release()
         self._map.close()
 
@@ -110,6 +112,7 @@ class ConsumerBuffer:
         self._committed = 0
         self._map = _mapped(descriptor, self.header.buffer_bytes, mmap.PROT_READ)
         self._view = memoryview(self._map)
+        self._counter = _counter(self._view)
 
     @property
     def committed(self) -> int:
@@ -118,7 +121,7 @@ class ConsumerBuffer:
         Raises:
             HeaderError: the count went backwards or beyond the last block.
         """
-        (count,) = COMMITTED.unpack_from(self._view, COMMITTED_OFFSET)
+        count = self._counter[0]
         if not self._committed <= count <= self.header.block_count:
             raise HeaderError("the commit counter is impossible")
         self._committed = count
@@ -142,6 +145,7 @@ class ConsumerBuffer:
 
     def close(self) -> None:
         """Unmaps it. Every view from `block` must have been released."""
+        self._counter.release()
         self._view.release()
         self._map.close()
 
@@ -152,6 +156,14 @@ class ConsumerBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _counter(view: memoryview) -> memoryview:
+    """The commit counter as one aligned word: read and written whole, which `struct` does not promise.
+
+    (`struct.pack_into` clears the field before it writes it: the other end would see it go backwards.)
+    """
+    return view[COMMITTED_OFFSET : COMMITTED_OFFSET + COMMITTED.size].cast("I")
 
 
 def _mapped(descriptor: int, size: int, protection: int) -> mmap.mmap:

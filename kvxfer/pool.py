@@ -13,23 +13,27 @@ from typing import Final
 from kvxfer import pages, seals
 from kvxfer.header import PAGE
 
-_NAME: Final = "kvxfer"
+_LEAST_PART: Final = 4
 
 
 class BufferPool:
-    """Keeps a few populated memfds of one size ready, made by a thread of its own.
+    """Keeps a few populated memfds of one size ready, made by a thread of its own: at first, and after each `refill`.
 
     Args:
-        size: bytes of each, rounded up to whole pages. A smaller buffer is cut from it.
+        size: bytes of each, rounded up to whole pages. A smaller buffer is cut from it, but for one so small that
+            giving the rest back would cost more than making it.
         spare: how many are kept ready; 0 keeps none, and makes each when it is asked for.
+        name: of each; shows in /proc/PID/maps.
     """
 
-    def __init__(self, size: int, spare: int) -> None:
+    def __init__(self, size: int, spare: int, name: str = "kvxfer") -> None:
+        self._name = name
         self._size = -(-size // PAGE) * PAGE
         self._spare = spare
         self._ready: deque[int] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._filling = True
         self._thread = threading.Thread(target=self._fill, name="kvxfer-pool", daemon=True)
         if spare:
             self._thread.start()
@@ -46,11 +50,11 @@ class BufferPool:
             OSError: there is no memory for it.
         """
         with self._changed:
-            descriptor = self._ready.popleft() if self._ready and size <= self._size else None
-            self._changed.notify()
+            fits = self._size // _LEAST_PART <= size <= self._size
+            descriptor = self._ready.popleft() if self._ready and fits else None
         made = descriptor is None
         if descriptor is None:
-            descriptor = seals.create(_NAME, size)
+            descriptor = seals.create(self._name, size)
         try:
             if made:
                 # Present, so that it is charged to this process's cgroup and not to the peer's.
@@ -61,6 +65,12 @@ class BufferPool:
             os.close(descriptor)
             raise
         return descriptor
+
+    def refill(self) -> None:
+        """Has what was taken made anew. Call it when there is nothing else to do: it is as much work as was saved."""
+        with self._changed:
+            self._filling = True
+            self._changed.notify()
 
     def close(self) -> None:
         """Lets go of what is ready and ends the thread."""
@@ -75,17 +85,27 @@ class BufferPool:
     def _fill(self) -> None:
         while True:
             with self._changed:
-                while len(self._ready) >= self._spare and not self._closed:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._closed or self._filling)
                 if self._closed:
                     return
-            descriptor = _populated(self._size)
+                self._filling = len(self._ready) < self._spare
+                if not self._filling:
+                    continue
+            try:
+                descriptor = _populated(self._name, self._size)
+            except OSError:
+                self._filling = False  # no memory: who needs a buffer now hears of it, or not any more
+                continue
             with self._changed:
                 self._ready.append(descriptor)
 
 
-def _populated(size: int) -> int:
-    descriptor = seals.create(_NAME, size)
-    with mmap.mmap(descriptor, size) as mapping:
-        pages.populate_write(pages.address(mapping), size)
+def _populated(name: str, size: int) -> int:
+    descriptor = seals.create(name, size)
+    try:
+        with mmap.mmap(descriptor, size) as mapping:
+            pages.populate_write(pages.address(mapping), size)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor

@@ -11,8 +11,10 @@ from kvxfer.errors import SealError
 F_SEAL_FUTURE_WRITE: Final = 0x0010
 SIZE: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 FIXED: Final = SIZE | fcntl.F_SEAL_SEAL
-# No byte can change any more; the kernel refuses it while somebody has a writable mapping.
-IMMUTABLE: Final = FIXED | fcntl.F_SEAL_WRITE
+# No byte can change any more. The kernel refuses it while somebody has a writable mapping, and looks at every page for
+# somebody who still writes to it behind its back, by DMA for example: it takes time in proportion to the size.
+CONTENT: Final = fcntl.F_SEAL_WRITE
+IMMUTABLE: Final = FIXED | CONTENT
 # No new writable mapping; the one that exists stays.
 READ_ONLY_FOR_OTHERS: Final = FIXED | F_SEAL_FUTURE_WRITE
 

@@ -66,7 +66,7 @@ class Arena(Protocol):
 
 
 class CpuArena:
-    """A memfd: mapped for writing until `seal`, which unmaps it and makes it immutable."""
+    """A memfd: mapped for writing until `seal`, which makes it immutable; then for reading."""
 
     def __init__(self, size: int) -> None:
         """Allocates `size` bytes, now, so that a lack of memory is an error here and not a SIGBUS later.
@@ -78,11 +78,12 @@ class CpuArena:
         self.ipc_handle = b""
         self._descriptor = allocate("tie-weights", size)
         self._mapping: mmap.mmap | None = mmap.mmap(self._descriptor, size)
+        self._sealed = False
 
     @contextmanager
     def piece(self, offset: int, size: int) -> Iterator[memoryview]:
         """See `Arena`: a window on the mapping itself, nothing is copied."""
-        if self._mapping is None:
+        if self._mapping is None or self._sealed:
             raise ValueError("the arena is sealed")
         view = memoryview(self._mapping)[offset : offset + size]
         yield view
@@ -90,13 +91,17 @@ class CpuArena:
 
     def seal(self) -> None:
         """See `Arena`. From here on the memfd is open for reading only."""
-        if self._mapping is not None:
+        if self._mapping is not None and not self._sealed:
             try:
                 self._mapping.close()
             except BufferError:
                 raise SealError("the arena is still being written") from None
-            self._mapping = None
             self._descriptor = _freeze(self._descriptor)
+            # Kept mapped, for reading: a page that only one process maps is called private by the kernel's accounts
+            # (smaps), and a runtime would seem to have a copy of its own.
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self._mapping = mmap.mmap(self._descriptor, self.size, flags, mmap.PROT_READ)
+            self._sealed = True
 
     def descriptors(self) -> tuple[int, ...]:
         """See `Arena`: the memfd."""

@@ -48,6 +48,9 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "torch-cpu-bf16": Layout("cpu", _plain("bf16")),
     "torch-cuda-f32": Layout("cuda", _plain("f32")),
     "torch-cuda-bf16": Layout("cuda", _plain("bf16")),
+    "native-auto": Layout(
+        "cpu", lambda source, bundle: native.plan(bundle.manifest.architecture, native.as_stored(source))
+    ),
     "native-q4": Layout("cpu", _native("q4")),
     "native-q8": Layout("cpu", _native("q8")),
     "native-bf16": Layout("cpu", _native("bf16")),

@@ -120,7 +120,7 @@ async def own(config: NodeConfig, lifetime: service.Lifetime) -> None:
                 metrics=lambda: prometheus_client.generate_latest(registry).decode(),
             ),
         ):
-            lifetime.ready()
+            lifetime.ready(config.sockets.owner, config.sockets.owner_control)
             await lifetime.stopping.wait()
     finally:
         pools.reset()

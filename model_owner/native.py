@@ -26,6 +26,7 @@ from tie.bones.native.packing import (
     PackedMatrix,
     PackedVector,
     Weights,
+    WeightsOf,
     layout,
     quantize,
     tiles_of_bf16,
@@ -145,7 +146,7 @@ class Padded:
             np.frombuffer(piece, np.float32)[: len(values)] = values
 
 
-def plan(architecture: Architecture, weights: Weights) -> Sequence[Packed]:
+def plan(architecture: Architecture, weights: Weights | WeightsOf) -> Sequence[Packed]:
     """The packed tensors of a model.
 
     Raises:
@@ -156,3 +157,16 @@ def plan(architecture: Architecture, weights: Weights) -> Sequence[Packed]:
     except BonesError as error:
         raise BundleError(f"the model's architecture: {error}") from error
     return [Tiles(item) if isinstance(item, PackedMatrix) else Padded(item) for item in layout(config, weights)]
+
+
+def as_stored(source: Source) -> WeightsOf:
+    """For each matrix what loses nothing, or hardly anything, of how the bundle's files store its tensors."""
+
+    def weights(names: tuple[str, ...]) -> Weights:
+        encodings = {source.tensors[name].encoding for name in names}
+        if encodings <= {"q4_0", "q4_1"}:
+            return "q4"
+        # Formats of more than 4 bits, or with scales of scales: 8 bits hold them closely.
+        return "bf16" if encodings & {"f32", "f16", "bf16"} else "q8"
+
+    return weights

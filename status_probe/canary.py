@@ -8,10 +8,13 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass
+from typing import Final
 
 from tie.daemon.errors import PeerDiedError, PeerError, PeerTimeoutError
 from tie.daemon.triton import TritonClient
 from tie.proto import runtime_pb2
+
+TIMEOUT: Final = "canary-timeout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +25,23 @@ class CanaryResult:
         at: when it ended, on the monotonic clock, seconds.
         latency_s: how long it took.
         error: a stable code; empty when it passed.
+        progress: the engine computed steps meanwhile.
     """
 
     at: float
     latency_s: float
     error: str
+    progress: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether a token came back in time."""
         return not self.error
+
+    @property
+    def late(self) -> bool:
+        """Whether it only came late: the engine was at work for others."""
+        return self.error == TIMEOUT and self.progress
 
 
 async def fly(client: TritonClient, token_id: int, *, deadline_s: float) -> CanaryResult:
@@ -48,7 +58,7 @@ async def fly(client: TritonClient, token_id: int, *, deadline_s: float) -> Cana
         async with asyncio.timeout(deadline_s):
             error = await _infer(client, token_id, deadline_s)
     except (TimeoutError, PeerTimeoutError):
-        error = "canary-timeout"
+        error = TIMEOUT
     except PeerDiedError:
         error = "canary-died"
     except PeerError:

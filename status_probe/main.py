@@ -87,7 +87,7 @@ async def run_probe(config: NodeConfig, lifetime: service.Lifetime) -> None:
         probe_pb2_grpc.add_StatusProbeServicer_to_server(servicer, server)
 
     async with rpc.serve(config.sockets.probe, register, metrics=probe.metrics):
-        lifetime.ready()
+        lifetime.ready(config.sockets.probe)
         watching = asyncio.create_task(probe.run())
         stopping = asyncio.create_task(lifetime.stopping.wait())
         try:

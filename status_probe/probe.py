@@ -5,9 +5,10 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
-from status_probe.canary import fly
+from status_probe.canary import TIMEOUT, CanaryResult, fly
 from status_probe.engine_client import DeathNotice, ask
 from status_probe.state import Facts, judge
 from tie.assets.bundle import Bundle
@@ -70,9 +71,7 @@ class Probe:
             state=state,
             instance_id=self._instance_id,
             reasons=[reason] if reason else [],
-            last_canary=None
-            if canary is None
-            else probe_pb2.Canary(ok=canary.ok, age_s=now - canary.at, latency_s=canary.latency_s, error=canary.error),
+            last_canary=None if canary is None else _told(canary, now),
             model=self._bundle.manifest.model,
             release=self._bundle.manifest.release,
             executor=self._engine.executor,
@@ -191,12 +190,21 @@ class Probe:
             await self._wait_for_triton(client)
             while True:
                 if not self._facts.recycling and not self._facts.gone:
-                    result = await fly(client, token, deadline_s=settings.canary_deadline_s)
-                    self._facts.canary = result
-                    self._facts.flown = self._facts.flown or result.ok
+                    self._facts.note(await self._fly(client, token))
                     self._update()
                 wait = settings.canary_interval_s if self._facts.canary and self._facts.canary.ok else _CANARY_RETRY_S
                 await asyncio.sleep(wait)
+
+    async def _fly(self, client: TritonClient, token: int) -> CanaryResult:
+        before, deadline = self._engine.steps, self._config.probe.canary_deadline_s
+        result = await fly(client, token, deadline_s=deadline)
+        if result.error == TIMEOUT:
+            with suppress(PeerError):
+                self._engine = (await self._ask(status=engine_pb2.StatusRequest(), timeout=deadline)).status
+                result = replace(result, progress=self._engine.steps > before)
+        if result.error:
+            log.event("canary.failed", reason="canary-late" if result.late else result.error)
+        return result
 
     async def _wait_for_triton(self, client: TritonClient) -> None:
         # kv.sock opens while Triton still loads the model; a canary before that would only wait.
@@ -204,7 +212,12 @@ class Probe:
             await asyncio.sleep(_RETRY_S)
 
     async def _ask_status(self) -> None:
+        sockets = self._config.sockets
         while True:
+            reachable = all(path.is_socket() for path in (sockets.kv, sockets.engine, sockets.triton))
+            if self._facts.flown and self._facts.unreachable is reachable:
+                self._facts.unreachable = not reachable
+                self._update()
             with suppress(PeerError):
                 self._engine = (await self._ask(status=engine_pb2.StatusRequest())).status
             await asyncio.sleep(_STATUS_S)
@@ -237,6 +250,15 @@ class Probe:
             self._said = said
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _told(canary: CanaryResult, now: float) -> probe_pb2.Canary:
+    return probe_pb2.Canary(
+        ok=canary.ok or canary.late,
+        age_s=now - canary.at,
+        latency_s=canary.latency_s,
+        error="canary-late" if canary.late else canary.error,
+    )
 
 
 def instance_from_environment() -> str:

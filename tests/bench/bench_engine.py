@@ -1,6 +1,6 @@
 """Where a decode step's time goes: drafts, plan, forward pass (and in it the gathering of keys and values), choosing.
 
-python tests/bench/bench_engine.py [--streams 16] [--context 128] [--steps 100] [--threads 1] [--speculation]
+python tests/bench/bench_engine.py [--streams 16] [--context 128] [--steps 150] [--threads 1] [--set KEY=VALUE]
 
 By the clock, and by the step thread's processor time, which other programs on the machine disturb less (with one thread
 the forward pass is all on it). What Triton and the app cost on top is measured by bench_node.py.
@@ -86,15 +86,16 @@ PHASES = {
 @contextmanager
 def measured(engine: Engine, clock: Clock) -> Iterator[None]:
     """Times the engine's phases from within; white-box, like a profiler."""
-    executor, attention = engine._executor, engine._executor._attention
+    executor, attention = engine._executor, getattr(engine._executor, "_attention", None)
     kept = chooser.sample, chooser.Choice.accept
     engine._speculation.draft = clock.around("draft", engine._speculation.draft)
     engine._scheduler.plan = clock.around("plan", engine._scheduler.plan)
     engine._step = clock.step(engine._step)
     executor.forward = clock.around("forward", executor.forward)
-    attention.plan = clock.around("lay out", attention.plan)
-    attention.attend = clock.around("attend", attention.attend)
-    attention.gather = clock.around("gather", attention.gather)
+    if attention:  # the native executor's is no Python
+        attention.plan = clock.around("lay out", attention.plan)
+        attention.attend = clock.around("attend", attention.attend)
+        attention.gather = clock.around("gather", attention.gather)
     engine._chooser.choose = clock.around("choose", engine._chooser.choose)
     engine._jobs.deliver = clock.around("events", engine._jobs.deliver)
     chooser.sample = clock.around("sample", chooser.sample)
@@ -123,14 +124,15 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, help="model bundle [default: the demo model's]")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--greedy", action="store_true", help="else temperature 0.8 and top-p 0.95")
     parser.add_argument("--speculation", action="store_true")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     bundle = options.bundle or demo_bundle(cache_dir() / "demo-bundle").directory
     overrides = [f"runtime.threads={options.threads}", f"runtime.max_running={max(32, options.streams)}"]
-    overrides.append(f"runtime.speculation={'auto' if options.speculation else 'off'}")
+    overrides += [f"runtime.speculation={'auto' if options.speculation else 'off'}", *options.overrides]
     sampling = runtime_pb2.Sampling() if options.greedy else runtime_pb2.Sampling(temperature=0.8, top_p=0.95)
     clock = Clock(options.streams)
     with running(bundle, overrides) as (service, _):

@@ -1,10 +1,12 @@
 """kill -9 of anything, in the middle of an answer: a clear error at once, and a node that comes back by itself."""
 
 import asyncio
+import contextlib
 import random
 import signal
 import time
 
+import psutil
 import pytest
 
 from tie.daemon.errors import TieError
@@ -24,10 +26,20 @@ async def begin(client, model):
     return answer
 
 
-def kill(node, name):
-    """Sends SIGKILL to all of the node's processes with that program."""
-    found = node.find(name)
-    assert found, f"no process called {name}"
+def running(node, command):
+    """The node's processes whose command line has these words."""
+    found = []
+    for process in node.processes():
+        with contextlib.suppress(psutil.Error):
+            if command in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def kill(node, command):
+    """Sends SIGKILL to all of the node's processes with these words on their command line."""
+    found = running(node, command)
+    assert found, f"no process called {command}"
     for process in found:
         process.send_signal(signal.SIGKILL)
     return time.monotonic()
@@ -41,10 +53,14 @@ async def history(node):
 @pytest.mark.parametrize(
     "victim",
     [
-        "triton_python_backend_stub",
-        "tritonserver",
+        "triton_python_backend_stub ",
+        "bin/tritonserver ",
         "supervisor.supervisord",
-        "tie.runtime.container",
+        "tie.runtime.container",  # all three at once
+        "tie.runtime.container guard",
+        "tie.runtime.container watch",
+        "tie.runtime.container serve",
+        "status_probe.main",
     ],
 )
 async def test_a_dead_runtime_is_an_error_at_once_and_is_replaced(node, client, model, served, victim):
@@ -64,7 +80,7 @@ async def test_a_dead_runtime_is_an_error_at_once_and_is_replaced(node, client, 
     assert set(await history(node)) & {control_pb2.STATE_ERROR, control_pb2.STATE_RECYCLING}
 
 
-@pytest.mark.parametrize("victim", ["tie-cloud-app", "cb_jobhelper"])
+@pytest.mark.parametrize("victim", ["bin/tie-cloud-app", "bin/cb_jobhelper"])
 async def test_a_dead_process_of_a_request_is_an_error_for_that_request_alone(node, client, model, served, victim):
     answer = await begin(client, model)
     await asyncio.sleep(MOMENT.uniform(0, 0.5))
@@ -78,23 +94,25 @@ async def test_a_dead_process_of_a_request_is_an_error_for_that_request_alone(no
     assert (await node.status()).runtime.instance_id == instance
 
 
-@pytest.mark.parametrize("victim", ["gpuhealthd", "tie-controllerd", "tie-kps", "tie-model-owner", "status_probe.main"])
+@pytest.mark.parametrize(
+    "victim", ["bin/gpuhealthd", "bin/tie-controllerd", "bin/tie-kps", "bin/tie-model-owner", "bin/tie-cache-stored"]
+)
 async def test_a_dead_daemon_comes_back_and_the_answer_goes_on(node, client, model, served, victim):
     answer = await client.chat(QUESTION, model=model, max_tokens=60, ignore_eos=True)
     await anext(aiter(answer))
     await asyncio.sleep(MOMENT.uniform(0, 0.5))
-    old = [process.pid for process in node.find(victim)]
+    old = [process.pid for process in running(node, victim)]
     kill(node, victim)
     async with asyncio.timeout(60):
         assert (await answer.result()).completion_tokens == 60
-        while not node.find(victim) or [process.pid for process in node.find(victim)] == old:
+        while not (now := [process.pid for process in running(node, victim)]) or now == old:
             await asyncio.sleep(0.05)
     assert (await served()).text
 
 
 async def test_a_dead_ingress_is_an_error_at_once_and_comes_back(node, client, model, served):
     answer = await begin(client, model)
-    killed = kill(node, "tie-cloudboard")
+    killed = kill(node, "bin/tie-cloudboard")
     with pytest.raises(TieError):
         async with asyncio.timeout(30):
             await answer.result()

@@ -1,16 +1,21 @@
 """Conversations with a turn key: the same answers as without, reuse at each turn, and survival of what may end."""
 
 import asyncio
+import contextlib
+import json
+import os
+import random
 import secrets
 import signal
 import time
 
+import grpc
 import pytest
 
 from tie.cli import control
 from tie.device.conversations import Conversation
 from tie.device.errors import RequestRefusedError
-from tie.proto import control_pb2
+from tie.proto import control_pb2, metrics_pb2, metrics_pb2_grpc
 
 pytestmark = pytest.mark.node
 TURNS = 10
@@ -112,6 +117,62 @@ async def test_two_at_once_with_one_key_do_not_mix(say):
         together = await asyncio.gather(*(say(conversation, question, wait=False) for question in questions))
         assert [result.text for result in together] == expected
         await asyncio.sleep(1)
+
+
+@pytest.mark.chaos
+async def test_an_app_that_dies_before_it_has_saved_costs_the_reuse_and_nothing_else(node, client, model, say):
+    """SIGKILL between `done` and the end of the export: the next turn finds the old head or the new one, whole."""
+    conversation, plain = Conversation([SYSTEM]), Conversation([SYSTEM], reusable=False)
+    chance = random.Random(13)  # noqa: S311 (when to kill)
+    saved, reused = [], []
+    for turn in range(8):
+        question = f"What is special about river number {turn}?"
+        before = node.log_text().count("app.conversation-saved")
+        answer = await client.chat(
+            conversation.asking(question), model=model, temperature=0.0, max_tokens=24, **conversation.options
+        )
+        result = await answer.result()
+        done = [line for line in node.log_text().splitlines() if '"app.done"' in line][-1]
+        await asyncio.sleep(chance.uniform(0, 0.03))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(json.loads(done)["pid"], signal.SIGKILL)
+        assert result.text == (await say(plain, question)).text, f"turn {turn}"
+        conversation.answered(question, result.text)
+        plain.answered(question, result.text)
+        saved.append(node.log_text().count("app.conversation-saved") > before)
+        reused.append(result.cached_tokens)
+    for turn in range(1, len(saved)):
+        if saved[turn - 1]:
+            assert reused[turn] > reused[turn - 1]
+        assert reused[turn] >= reused[turn - 1], "an older head came back"
+    # And with a turn that is left alone the conversation is whole again.
+    assert (await say(conversation, "Name one.")).text == (await say(plain, "Name one.")).text
+    assert (await say(conversation, "Name another.")).cached_tokens > max(reused)
+
+
+def held(node) -> dict[str, float]:
+    """What the store has and has had."""
+    with grpc.insecure_channel(f"unix:{node.config.sockets.store_control}") as channel:
+        text = metrics_pb2_grpc.MetricsStub(channel).Scrape(metrics_pb2.ScrapeRequest(), timeout=10).text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    return {
+        "entries": float(values["tie_store_entries"]),
+        "filed": float(values["tie_store_entries_filed_total"]),
+    }
+
+
+async def test_a_request_without_a_key_leaves_nothing_in_the_store(node, say):
+    cached, before = node.log_text().count("app.request-cached"), held(node)
+    answers = [(await say(Conversation([SYSTEM], reusable=False), "Name a river.")) for _ in range(2)]
+    async with asyncio.timeout(30):
+        while node.log_text().count("app.request-cached") < cached + 2:
+            await asyncio.sleep(0.02)
+    assert [answer.cached_tokens for answer in answers] == [0, 0]
+    assert answers[0].text == answers[1].text
+    async with asyncio.timeout(30):
+        while held(node)["entries"] > before["entries"]:
+            await asyncio.sleep(0.02)
+    assert held(node)["filed"] >= before["filed"] + 4  # a segment and a head each
 
 
 async def test_a_key_of_another_length_is_refused(client, model):

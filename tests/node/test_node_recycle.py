@@ -1,6 +1,9 @@
 """Recycling: requests in flight finish, new ones are refused, and the weights stay where they are."""
 
 import asyncio
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -8,17 +11,18 @@ import pytest
 from tie.assets.bundle import open_bundle
 from tie.cli import control
 from tie.cli.evidence import WeightWatch, identity
-from tie.device.errors import NodeBusyError
+from tie.device.errors import NodeBusyError, NodeFailedError
 from tie.proto import control_pb2
 
 pytestmark = pytest.mark.node
 RECYCLE_S = 120.0
+NOTICE_S = 3.0
 QUESTION = [{"role": "user", "content": "Tell me about rivers."}]
 
 
-async def recycle(node, states):
+async def recycle(node, states, drain_ms=0):
     """Runs a recycle to its end and notes the states on the way."""
-    request = control_pb2.RecycleRequest(reason="operator")
+    request = control_pb2.RecycleRequest(reason="operator", drain_deadline_ms=drain_ms)
     async with control.connected(node.run_dir) as connection:
         async for progress in connection.node.Recycle(request, timeout=RECYCLE_S):
             states.append(progress.state)
@@ -50,6 +54,32 @@ async def test_in_flight_finishes_and_new_requests_are_refused_unopened(node, cl
     assert progress.error == ""
     assert control_pb2.STATE_RECYCLING in states
     assert (await served()).text
+
+
+async def test_a_request_that_does_not_end_is_cut_at_the_deadline_and_told_why(node, client, model, served):
+    answer = await client.chat(QUESTION, model=model, max_tokens=3000, ignore_eos=True)
+    await anext(aiter(answer))
+    began = time.monotonic()
+    recycling = asyncio.create_task(recycle(node, [], drain_ms=2000))
+    with pytest.raises(NodeFailedError, match="send it again") as cut:
+        async with asyncio.timeout(30):
+            await answer.result()
+    assert 1.0 < time.monotonic() - began < 2.0 + NOTICE_S
+    assert cut.value.status == "STATUS_REPLACED"
+    assert (await recycling).error == ""
+    assert (await served()).text
+
+
+async def test_events_tell_of_the_night(node, client, model, served):
+    await recycle(node, [])
+    command = [sys.executable, "-m", "tie.cli.main", "events", "--run-dir", str(node.run_dir)]
+    told = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=True)
+    for words in ("a recycle began, because an operator asked for it", "the recycle is done", "the node is in service"):
+        assert words in told.stdout
+    command[3] = "gpu"
+    told = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=True)
+    assert "cpu provider" in told.stdout
+    assert "healthy" in told.stdout
 
 
 async def test_a_recycle_reads_no_weights(node, client, model, served):

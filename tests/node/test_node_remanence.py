@@ -1,19 +1,17 @@
 """A secret that was said to the node is found nowhere in it once the turn has ended and the runtime was recycled.
 
 Looked for as text, as token ids in every width and coding that the code uses, and as bytes of its KV blocks, in the
-memory of every process of the node, in every memfd that one holds, in its files and its log. Needs root, to look.
+memory of every process of the node, in every memfd that one holds or maps, in its files and its log. The same search
+must find it where it has to be while the turn runs. Needs root, to look.
 """
 
 import asyncio
-import contextlib
 import os
 import secrets
-import struct
+import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from kvxfer import transfer
@@ -26,92 +24,29 @@ from tie.device.conversations import Conversation
 from tie.device.request import build
 from tie.proto import control_pb2, runtime_pb2
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from memory_search import Findings, Search, needles
+
 pytestmark = [pytest.mark.node, pytest.mark.skipif(os.geteuid() != 0, reason="reads the memory of other processes")]
-CHUNK = 1 << 24
-OVERLAP = 256
+BLOCK = 16
+RUNTIME = "triton_python_backend_stub"
 
 
-def needles(text: str, ids: list[int], blocks: list[bytes]) -> dict[str, bytes]:
-    """What to look for, by what it is."""
-    varint = b"".join(bytes([each & 127 | 128, each >> 7]) if each > 127 else bytes([each]) for each in ids)
-    found = {"text": text.encode(), "utf-16": text.encode("utf-16-le"), "ids as varint": varint}
-    for code, name in (("H", "16"), ("I", "32"), ("Q", "64")):
-        found[f"ids, {name} bits"] = struct.pack(f"<{len(ids)}{code}", *ids)
-    for number, block in enumerate(blocks):
-        # From several layers: the first byte of each quarter that is not in a run of zeros.
-        for quarter in range(4):
-            piece = block[len(block) // 4 * quarter :][:64]
-            if len(set(piece)) > 16:
-                found[f"kv, block {number}, quarter {quarter}"] = piece
-    return found
+def look_everywhere(node, wanted) -> Findings:
+    """Every process of the node, its files and its log."""
+    search = Search(wanted)
+    search.processes(node.processes())
+    search.files([*Path(node.run_dir).rglob("*"), *Path("/dev/shm").rglob("*")])
+    search.text(node.log_text(), "the log")
+    return search.findings
 
 
-def search(wanted: list[bytes], read) -> set[bytes]:
-    """All of `wanted` that is in what `read(offset)` gives, piece by piece."""
-    found, offset = set(), 0
-    while piece := read(offset):
-        found.update(needle for needle in wanted if needle in piece)
-        offset += max(1, len(piece) - OVERLAP) if len(piece) == CHUNK else len(piece)
-    return found
-
-
-def regions(pid: int) -> Iterator[tuple[int, int, int]]:
-    """Start, end and inode of what a process has in memory of its own making: no unchanged pages of files on disk."""
-    span, inode, name, sizes = (0, 0), 0, "", {}
-    for line in [*Path(f"/proc/{pid}/smaps").read_text().splitlines(), "0-0 ---p 0 0 0"]:
-        words = line.split()
-        if words[0].endswith(":"):
-            sizes[words[0]] = int(words[1]) if words[1].isdigit() else 0
-            continue
-        on_disk = name.startswith("/") and not name.startswith(("/memfd:", "/dev/", "/SYSV"))
-        if sizes.get("Rss:") and not (on_disk and not sizes["Anonymous:"]) and not name.startswith("[v"):
-            yield *span, inode
-        first, last = (int(part, 16) for part in words[0].split("-"))
-        span, inode, name, sizes = (first, last), int(words[4]), " ".join(words[5:]), {}
-
-
-def look(node, wanted: list[bytes]) -> dict[str, set[bytes]]:
-    """Where something is found: process, memfd or file."""
-    hits: dict[str, set[bytes]] = {}
-    seen: set[int] = set()
-
-    def note(where: str, read) -> None:
-        if found := search(wanted, read):
-            hits.setdefault(where, set()).update(found)
-
-    for process in node.processes():
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
-            name = f"{process.pid} {' '.join(process.cmdline())[:80]}"
-            # Descriptors before mappings: what both show is searched once, whole.
-            for entry in Path(f"/proc/{process.pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    target, inode = str(entry.readlink()), entry.stat().st_ino
-                    if "memfd:" in target and inode not in seen:
-                        seen.add(inode)
-                        with entry.open("rb") as memfd:
-                            note(f"{name} {target}", lambda offset, of=memfd: os.pread(of.fileno(), CHUNK, offset))
-            memory = os.open(f"/proc/{process.pid}/mem", os.O_RDONLY)
-            try:
-                for start, end, inode in list(regions(process.pid)):
-                    if inode in seen:
-                        continue
-
-                    def read(offset: int, start=start, end=end, memory=memory) -> bytes:
-                        with contextlib.suppress(OSError):
-                            return os.pread(memory, min(CHUNK, end - start - offset), start + offset)
-                        return b""
-
-                    note(name, read)
-            finally:
-                os.close(memory)
-    for path in [*Path(node.run_dir).rglob("*"), *Path("/dev/shm").rglob("*")]:
-        with contextlib.suppress(OSError):
-            if path.is_file():
-                content = path.read_bytes()
-                note(str(path), lambda offset, content=content: content[offset : offset + CHUNK])
-    log = node.log_text().encode()
-    note("log", lambda offset: log[offset : offset + CHUNK])
-    return hits
+def look_into(node, wanted, names) -> Findings:
+    """Some of its processes."""
+    search = Search(wanted)
+    search.processes(process for name in names for process in node.find(name))
+    return search.findings
 
 
 async def kv_blocks(node, ids: list[int]) -> list[bytes]:
@@ -137,45 +72,51 @@ async def kv_blocks(node, ids: list[int]) -> list[bytes]:
                 return blocks
 
 
-async def test_a_secret_is_nowhere_once_the_turn_has_ended_and_the_runtime_was_recycled(node, client, model, served):
-    secret = " ".join(secrets.token_hex(4) for _ in range(12))
-    conversation = Conversation([{"role": "system", "content": "Remember what you are told, and answer in few words."}])
-    question = f"My code words are {secret}. Keep them. Which rivers do you know?"
-    loaded = Model.load(node.config)
-    request = build(model=model, messages=conversation.asking(question))
-    ids = loaded._chat(messages(request.messages), [])
-    own = loaded.tokenizer.encode(secret)
-    start = next(at for at in range(len(ids)) if ids[at + 2 : at + 10] == own[2:10])
-    blocks = await kv_blocks(node, ids)
-    inner = range((start + 15) // 16, (start + len(own)) // 16)
-    assert inner, "no block is wholly of the secret"
-    looked_for = needles(secret, ids[start + 2 : start + 14], [blocks[number] for number in inner])
-    assert len(looked_for) >= 10
-    wanted = list(looked_for.values())
-
-    saved = node.log_text().count("app.conversation-saved")
-    ask = {"model": model, "temperature": 0.0, "max_tokens": 16, **conversation.options}
-    answer = await (await client.chat(conversation.asking(question), **ask)).result()
-    conversation.answered(question, answer.text)
-    deadline = time.monotonic() + 30
-    while node.log_text().count("app.conversation-saved") == saved:
+async def until(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
 
-    # That it can be found where it is: the runtime that has just computed it.
-    before = await asyncio.to_thread(look, node, wanted)
-    where = {name for name, found in before.items() if found & {it for key, it in looked_for.items() if "kv" in key}}
-    assert any("triton_python_backend_stub" in name for name in where), before.keys()
+
+async def test_a_secret_is_nowhere_once_the_turn_has_ended_and_the_runtime_was_recycled(node, client, model, served):
+    words = [secrets.token_hex(4) for _ in range(12)]
+    conversation = Conversation([{"role": "system", "content": "Remember what you are told, and answer in few words."}])
+    question = f"My code words are {' '.join(words)}. Keep them. Which rivers do you know?"
+    loaded = Model.load(node.config)
+    ids = loaded._chat(messages(build(model=model, messages=conversation.asking(question)).messages), [])
+    # The ids of the words alone, without their neighbours, which may have gone into a token with them.
+    own = loaded.tokenizer.encode(" ".join(words))[2:-2]
+    start = next(at for at in range(len(ids)) if ids[at : at + len(own)] == own)
+    inner = range(-(-start // BLOCK), (start + len(own)) // BLOCK)
+    assert len(inner) >= 2, "no block is wholly of the secret"
+    blocks = await kv_blocks(node, ids)
+    wanted = needles(words, own, [blocks[number] for number in inner])
+    assert {name.split()[0].rstrip(":") for name in wanted} == {"words", "ids", "kv"}
+
+    # While the turn runs it is found where it must be: the search can find it, in each of its forms.
+    saved = node.log_text().count("app.conversation-saved")
+    ask = {"model": model, "temperature": 0.0, "ignore_eos": True, **conversation.options}
+    answer = await client.chat(conversation.asking(question), max_tokens=300, **ask)
+    await anext(aiter(answer))
+    during = await asyncio.to_thread(look_into, node, wanted, ["tie-cloud-app", RUNTIME])
+    result = await answer.result()
+    assert during.kinds("tie-cloud-app") >= {"words", "ids"}, during.hits
+    assert during.kinds(RUNTIME) >= {"ids", "kv"}, during.hits
+    conversation.answered(question, result.text)
+    await until(lambda: node.log_text().count("app.conversation-saved") > saved)
 
     async with control.connected(node.run_dir) as connection:
         async for progress in connection.node.Recycle(control_pb2.RecycleRequest(reason="operator"), timeout=120):
             if progress.finished:
                 break
     await served()
-    after = await asyncio.to_thread(look, node, wanted)
-    names = {needle: name for name, needle in looked_for.items()}
-    assert {where: sorted(names[needle] for needle in found) for where, found in after.items()} == {}
+    after = await asyncio.to_thread(look_everywhere, node, wanted)
+    assert after.hits == {}
+    # The store's memory was searched: a head, a segment, and what it keeps ready. And so was the runtime's.
+    assert sum("tie-entry" in name for name in after.memfds) >= 3
+    assert after.searched > 256 << 20
 
     # And it is not lost: with its key the conversation goes on.
-    again = await (await client.chat(conversation.asking("Name one."), **ask)).result()
-    assert again.cached_tokens >= len(ids) // 16 * 16
+    again = await (await client.chat(conversation.asking("Name one."), max_tokens=8, **ask)).result()
+    assert again.cached_tokens >= len(ids) // BLOCK * BLOCK

@@ -26,7 +26,7 @@ MACHINE = re.compile(
 )
 NOTES = re.compile(r"(?:FIELD|ENGINE|PRIVACY)-NOTES")
 # What an app may not load: it is started for each request.
-APP_BUDGET = ("torch", "transformers", "pandas", "scipy", "pydantic", "rich", "hypercorn", "httpx", "grpc_tools")
+APP_BUDGET = ("torch", "transformers", "pandas", "scipy", "pydantic", "rich", "h2", "httpx", "grpc_tools")
 
 
 def test_no_module_outgrows_one_idea(modules, root):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tie.daemon.config import NodeConfig, Sockets, load
+from tie.daemon.config import NodeConfig, load
+from tie.daemon.sockets import Sockets
 
 ROOT = Path(__file__).parents[2]
 SYSTEMD = ROOT / "systemd"

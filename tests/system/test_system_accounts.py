@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tie.daemon.config import NodeConfig, Sockets
+from tie.daemon.config import NodeConfig
+from tie.daemon.sockets import Sockets
 
 pytestmark = pytest.mark.system
 

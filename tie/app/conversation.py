@@ -21,7 +21,7 @@ from tie.assets.prefix import SharedPrefix
 from tie.store.client import StoreClient, random_index
 from tie.warden.entry import Kind
 from tie.warden.errors import EntryError
-from tie.warden.keys import ConversationKey
+from tie.warden.keys import ConversationKey, Root
 from tie.warden.manifest import CacheFormat, Manifest, Segment
 
 MAX_SEGMENTS: Final = 16  # a conversation of more is sealed anew as one
@@ -66,8 +66,15 @@ class Conversation:
         self._first = 0  # block of the prompt that the cached ones begin with
         self._timeout = timeout
         self._ttl_s = ttl_s
+        # Nobody can open what is sealed under a request's own key once the request has ended: it ends with it.
+        self._transient = key.root is Root.REQUEST
         self._store: StoreClient | None = None
         self._kept: list[_Kept] = []
+
+    @property
+    def lasting(self) -> bool:
+        """Whether a later request can find what is saved."""
+        return not self._transient
 
     @property
     def blocks(self) -> int:
@@ -138,8 +145,6 @@ class Conversation:
                 for number, (entry, block) in enumerate(self._sealed_blocks()):
                     if number % _AHEAD == 0:
                         producer.populate(number, min(_AHEAD, header.block_count - number))
-                    if block % _AHEAD == 0:
-                        entry.prefetch(block, min(_AHEAD, entry.manifest.block_count - block))
                     with producer.block(number) as target:
                         entry.open(block, target)
                     producer.commit(number + 1)
@@ -184,7 +189,7 @@ class Conversation:
         with sealing(store, self._key, Kind.HEAD, Manifest(self._format, start, named, segments, self._prefix_sha256)):
             pass
         # The one moment at which the conversation changes: whoever comes later finds this head or the one before.
-        store.put(self._key.index(), ttl_s=self._ttl_s)
+        store.put(self._key.index(), ttl_s=self._ttl_s, transient=self._transient)
         self._renew(store)
 
     def _seal_segment(self, store: StoreClient, tokens: Sequence[int], first: int, channel: Channel) -> Segment:
@@ -208,7 +213,7 @@ class Conversation:
                         sealer.seal(plaintext)
                 consumer.finish(timeout=self._timeout)
             index = random_index()
-            store.put(index, ttl_s=self._ttl_s)
+            store.put(index, ttl_s=self._ttl_s, transient=self._transient)
             return Segment(index, header.block_count, sealer.header_sha256)
 
     def close(self) -> None:

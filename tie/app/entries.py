@@ -1,18 +1,18 @@
-"""Sealed entries between the cache store and this process's memory: mapped, opened, sealed, filed. Blocking."""
+"""Sealed entries between the cache store and this process: opened, sealed, ready to be filed. Blocking."""
 
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from kvxfer import pages
+from kvxfer import seals
 from tie.store.client import StoreClient
 from tie.warden.entry import Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
 from tie.warden.keys import ConversationKey
 from tie.warden.manifest import CacheFormat, Manifest
+from tie.warden.media import InFile
 
 
 class StoredEntry:
@@ -22,15 +22,21 @@ class StoredEntry:
         manifest: what it says.
         header_sha256: what a head names it by.
 
+    Args:
+        descriptor: of its memfd; belongs to this from here on.
+        size: of it.
+        key: the conversation's.
+        kind: what it must be.
+        wanted: the format that it must have.
+
     Raises:
         EntryError: it does not open.
     """
 
     def __init__(self, descriptor: int, size: int, key: ConversationKey, kind: Kind, wanted: CacheFormat) -> None:
-        self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
-        self._view = memoryview(self._map)
+        self._descriptor = descriptor
         try:
-            self._opener = Opener(key, kind, self._view)
+            self._opener = Opener(key, kind, InFile(descriptor, size))
             self.manifest = Manifest.decode(self._opener.manifest, wanted)
             self._check(wanted.block_bytes if kind is Kind.SEGMENT else 0)
         except BaseException:
@@ -51,24 +57,13 @@ class StoredEntry:
         found = store.get(index)
         if found is None:
             return None
-        descriptor, size = found
-        try:
-            if size == 0:
-                raise EntryError
-            return cls(descriptor, size, key, kind, wanted)
-        finally:
-            os.close(descriptor)
+        return cls(*found, key, kind, wanted)
 
     def _check(self, block_bytes: int) -> None:
         """What it says of itself must be what it is."""
         blocks = self.manifest.block_count if block_bytes else 0
         if (self._opener.shape.block_count, self._opener.shape.block_bytes) != (blocks, block_bytes):
             raise EntryError
-
-    def prefetch(self, first: int, count: int) -> None:
-        """Maps the pages of sealed blocks in one go."""
-        start = self._opener.shape.offset(first) // mmap.PAGESIZE * mmap.PAGESIZE
-        pages.populate_read(self._map, start, self._opener.shape.offset(first + count) - start)
 
     def open(self, block: int, into: memoryview) -> None:
         """Opens one block; where it does not open, the memory is zeroed.
@@ -80,8 +75,7 @@ class StoredEntry:
 
     def close(self) -> None:
         """Lets go of its memory."""
-        self._view.release()
-        self._map.close()
+        os.close(self._descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -94,20 +88,18 @@ class StoredEntry:
 
 @contextmanager
 def sealing(store: StoreClient, key: ConversationKey, kind: Kind, manifest: Manifest) -> Iterator[Sealer]:
-    """Makes an entry; at the end of the block it can be filed with `StoreClient.put`.
+    """Makes an entry; after the block it can be filed with `StoreClient.put`.
 
     Raises:
         StoreError: there is no room for it.
+        SealError: somebody else has it mapped for writing.
     """
     plaintext = manifest.encode()
     blocks = manifest.block_count if kind is Kind.SEGMENT else 0
     shape = Shape.of(plaintext, blocks, manifest.format.block_bytes if blocks else 0)
     descriptor = store.new(shape.entry_bytes)
     try:
-        with mmap.mmap(descriptor, shape.entry_bytes) as mapping:
-            # The store has made the pages present; this maps them all, without a fault for each.
-            pages.populate_write(pages.address(mapping), shape.entry_bytes)
-            with memoryview(mapping) as out:
-                yield Sealer(key, kind, plaintext, shape, out)
+        yield Sealer(key, kind, plaintext, shape, InFile(descriptor, shape.entry_bytes))
+        seals.add(descriptor, seals.CONTENT)
     finally:
         os.close(descriptor)

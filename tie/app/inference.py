@@ -24,6 +24,7 @@ _STATUS: Final = MappingProxyType(
         runtime_pb2.CODE_GRAMMAR: app_pb2.STATUS_GRAMMAR_REFUSED,
         runtime_pb2.CODE_IMAGE: app_pb2.STATUS_IMAGE_REFUSED,
         runtime_pb2.CODE_UNSUPPORTED: app_pb2.STATUS_UNSUPPORTED,
+        runtime_pb2.CODE_REPLACED: app_pb2.STATUS_REPLACED,
     }
 )
 _FINISH: Final = MappingProxyType(
@@ -87,7 +88,7 @@ class Generation:
         """How the request stands now, ended with `status`."""
         unfinished = (
             app_pb2.FINISH_CANCELLED
-            if status in {app_pb2.STATUS_CANCELLED, app_pb2.STATUS_DEADLINE_EXCEEDED}
+            if status in {app_pb2.STATUS_CANCELLED, app_pb2.STATUS_DEADLINE_EXCEEDED, app_pb2.STATUS_REPLACED}
             else app_pb2.FINISH_ERROR
         )
         ends = [self._finished.get(index) for index in range(self._request.n)]

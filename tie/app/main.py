@@ -7,6 +7,7 @@ process's memory; it may write no file, leaves no core, and ends without tidying
 import argparse
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -57,6 +58,7 @@ def _confine() -> None:
     protect_process()
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     sys.dont_write_bytecode = True
+    gc.disable()  # until everything is loaded: there is no garbage among modules
     # One request on one core: pools of threads per process would only fight one another.
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1", GRPC_VERBOSITY="NONE")
 

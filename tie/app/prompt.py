@@ -17,6 +17,7 @@ from tie.daemon.config import NodeConfig
 from tie.proto import app_pb2, request_pb2, runtime_pb2
 
 _ROLES: Final = get_args(Role)
+_SMALL_BYTES: Final = 256 * 1024  # whose tokens are counted in no time
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Model:
         self.check_name(request.model or self.manifest.model)
         check_options(request)
         numbers = sampling(request.sampling, self.manifest.architecture.vocab_size)
+        self._check_size(request)
         token_ids = self._token_ids(request)
         free = self.context_tokens - len(token_ids)
         if free < 1:
@@ -103,6 +105,18 @@ class Model:
             n=request.n or 1,
             batch_priority=request.priority == request_pb2.PRIORITY_BATCH,
         )
+
+    def _check_size(self, request: request_pb2.InferenceRequest) -> None:
+        """Refuses what cannot fit, before it costs seconds to count its tokens."""
+        texts = [part.text for message in request.messages for part in message.parts] or [request.prompt]
+        # Templates trim.
+        size = sum(len(text.strip().encode()) for text in texts)
+        if size > _SMALL_BYTES and self.tokenizer.surely_over(size, self.context_tokens):
+            raise RefusalError(
+                app_pb2.STATUS_PROMPT_TOO_LONG,
+                f"{'messages' if request.messages else 'prompt'}: {size} bytes, more than the model's context of "
+                f"{self.context_tokens} tokens can hold",
+            )
 
     def _token_ids(self, request: request_pb2.InferenceRequest) -> list[int]:
         if request.messages and request.prompt:

@@ -83,7 +83,10 @@ class Reuse:
                 if self._restoring:
                     await self._restoring
                 if await self._quietly(self._conversation.save, tokens, self._export):
-                    log.event("app.conversation-saved")
+                    if self._conversation.lasting:
+                        log.event("app.conversation-saved")
+                    else:
+                        log.event("app.request-cached")
 
     def close(self) -> None:
         """Wipes the key; what is under way on a thread ends with the process."""

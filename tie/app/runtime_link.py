@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from kvxfer.channel import Channel
 from kvxfer.errors import ChannelError, KvxferError, PeerTimeoutError
@@ -19,7 +20,9 @@ from tie.daemon.errors import ProtocolError
 from tie.daemon.frames import parse
 from tie.daemon.triton import TritonClient
 from tie.proto import app_pb2, runtime_pb2
-from tie.warden.manifest import CacheFormat
+
+if TYPE_CHECKING:
+    from tie.warden.manifest import CacheFormat
 
 
 class RuntimeLink:
@@ -48,8 +51,10 @@ class RuntimeLink:
             raise unavailable()
 
     @property
-    def format(self) -> CacheFormat:
+    def format(self) -> "CacheFormat":
         """What the runtime's KV blocks are."""
+        from tie.warden.manifest import CacheFormat  # with the cryptography library, for whoever caches
+
         hello = self._hello
         return CacheFormat(hello.model, hello.release, hello.layout_id, hello.block_tokens, hello.block_bytes)
 

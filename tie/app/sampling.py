@@ -29,6 +29,11 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
 _NOT_ZERO: Final = ("top_p", "repetition_penalty")
 
 
+def _plain(number: float) -> str:
+    """As people write it: 2147483647, not 2.14748e+09."""
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
 def sampling(asked: request_pb2.Sampling, vocab_size: int) -> runtime_pb2.Sampling:
     """What the runtime samples with. What was not asked for is off, and the temperature 1.
 
@@ -41,7 +46,7 @@ def sampling(asked: request_pb2.Sampling, vocab_size: int) -> runtime_pb2.Sampli
             value = given[name]
             if not math.isfinite(value) or not lowest <= value <= highest or (value == 0 and name in _NOT_ZERO):
                 bound = "over" if name in _NOT_ZERO else "from"
-                raise invalid(f"sampling.{name}", f"must be {bound} {lowest:g} to {highest:g}")
+                raise invalid(f"sampling.{name}", f"must be {bound} {_plain(lowest)} to {_plain(highest)}")
     for token_id, bias in asked.logit_bias.items():
         if not math.isfinite(bias) or abs(bias) > 100:
             raise invalid("sampling.logit_bias", f"the bias of token {token_id} must be from -100 to 100")

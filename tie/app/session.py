@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
+import gc
 import time
+from typing import TYPE_CHECKING
 
 from tie.app.frames import Incoming, Limits
 from tie.app.inference import Generation
 from tie.app.outcome import Outcome, RefusalError
 from tie.app.prompt import Model
 from tie.app.racing import unless
-from tie.app.reuse import Reuse
 from tie.app.runtime_link import RuntimeLink, connect
 from tie.app.sender import Sender
 from tie.daemon import log
@@ -19,7 +20,10 @@ from tie.daemon.frames import parse
 from tie.daemon.padding import PaddingError
 from tie.daemon.service import EXIT_FAILURE, EXIT_OK
 from tie.proto import app_pb2, request_pb2, runtime_pb2
-from tie.warden.keys import ConversationKey, Root
+
+if TYPE_CHECKING:
+    from tie.app.reuse import Reuse
+    from tie.warden.keys import ConversationKey
 
 
 class Session:
@@ -42,6 +46,7 @@ class Session:
         writer.transport.set_write_buffer_limits(0)  # drained means: the kernel has it, and this process may end
         self._stopping = stopping
         self._request_id = ""
+        self._dek = b""
         self._generation: Generation | None = None
         self._reuse: Reuse | None = None
         self._prompt: tuple[int, ...] = ()
@@ -69,6 +74,8 @@ class Session:
         async with connect(self._config) as runtime:
             # Blocking: a quarter of a second in which nothing can have been asked yet.
             model = Model.load(self._config)
+            gc.freeze()
+            gc.enable()
             runtime.check_serves(model.manifest)
             await self._sender.ready()
             return await unless(self._request(runtime, model), runtime.watch())
@@ -77,7 +84,7 @@ class Session:
         opened = await self._incoming.open()
         if opened is None:
             return None  # connected ahead of time and never used
-        self._request_id = opened.request_id
+        self._request_id, self._dek = opened.request_id, opened.dek
         limits = Limits.of(self._config.app, opened.limits)
         deadline = time.monotonic() + limits.time_s
         try:
@@ -95,12 +102,25 @@ class Session:
     ) -> Outcome:
         # In a thread: a long prompt takes seconds to tokenize, and an abort must be seen meanwhile.
         asked, turn_key = await asyncio.to_thread(_understand, model, body, limits, self._request_id)
-        if turn_key:
-            key = ConversationKey(Root.TURN, turn_key)
+        key = self._key(turn_key)
+        if key:
+            # Here, because it brings the cryptography library, which no start should wait for.
+            from tie.app.reuse import Reuse
+
             self._prompt = tuple(asked.token_ids)
             self._reuse = await Reuse.begin(key, runtime, asked, model.manifest, self._config)
         self._generation = Generation(asked, model.tokenizer, self._sender)
         return await self._generation.run(runtime.triton, timeout=max(0.001, deadline - time.monotonic()))
+
+    def _key(self, turn_key: bytes) -> "ConversationKey | None":
+        """What the request's KV cache is sealed under; None: it is not cached."""
+        from tie.warden.keys import ConversationKey, Root
+
+        if turn_key:
+            return ConversationKey(Root.TURN, turn_key)
+        if self._config.app.cache_without_turn_key:
+            return ConversationKey(Root.REQUEST, self._dek)
+        return None
 
     async def _save(self) -> None:
         """Files the conversation for its next turn. The answer is with the jobhelper, and the connection has ended."""

@@ -47,6 +47,7 @@ class Tokenizer:
         self._lock = threading.Lock()  # the library's switch for special tokens is a property of the whole tokenizer
         self._byte_level, self._strip_first_space = _decoder_kind(backend)
         self._bytes: dict[int, bytes] = {}
+        self._longest = 0  # bytes of text in one token; 0: not known yet
 
     @classmethod
     def from_json(cls, data: bytes) -> "Tokenizer":
@@ -72,6 +73,20 @@ class Tokenizer:
             self._backend.encode_special_tokens = not special
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
+
+    def surely_over(self, text_bytes: int, tokens: int) -> bool:
+        """Whether any text of `text_bytes` bytes has more than `tokens` tokens, whatever it says.
+
+        Encoding takes seconds for megabytes; this does not.
+        """
+        if text_bytes <= tokens:
+            return False
+        if not self._longest:
+            # A token covers no more than its own bytes, or what the normalizer made them of: at most four times as
+            # much in any normalization form of Unicode, with room to spare.
+            longest = max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size))
+            self._longest = max(1, longest) * (4 if self._backend.normalizer is not None else 1)
+        return text_bytes > tokens * self._longest
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special tokens give nothing, broken UTF-8 gives U+FFFD."""

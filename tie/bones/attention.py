@@ -7,6 +7,7 @@ be exported or imported as such (Kwon et al. 2023, arXiv 2309.06180, for the pag
 sequence's blocks into one run and calls torch's scaled dot product attention.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -76,7 +77,7 @@ class Group:
     """Rows whose attention is one call.
 
     Attributes:
-        rows: which of the batch's rows: `sequences * queries` of them.
+        rows: which of the batch's rows: `sequences * queries` of them; their numbers where they are not one run.
         sequences: how many sequences.
         queries: rows of each; above 1 only where there is one sequence.
         runs: `[2 * sequences * kv_heads * blocks]` int64, the runs to gather, relative to a layer's first.
@@ -84,7 +85,7 @@ class Group:
         held: what is kept of it from step to step, if anything is.
     """
 
-    rows: slice
+    rows: slice | Tensor
     sequences: int
     queries: int
     runs: Tensor
@@ -98,7 +99,7 @@ class Plan:
 
     Attributes:
         targets: `[rows * 2 * kv_heads]` int64, rows of the pool to write, relative to a layer's first.
-        groups: together they cover every row once, in order.
+        groups: together they cover every row once.
     """
 
     targets: Tensor
@@ -156,20 +157,20 @@ class GatherAttention:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         fresh = qkv[:, heads:]
         self._pool.layer_rows[layer].index_copy_(0, plan.targets, fresh.reshape(-1, dim))
-        outputs = []
+        outputs = qkv.new_empty(len(qkv), heads * dim)
         for group in plan.groups:
-            queries = qkv[group.rows, :heads].view(-1, kv_heads, config.group_size, dim)
+            queries = qkv[group.rows][:, :heads].view(-1, kv_heads, config.group_size, dim)
             keys, values = self.gather(group, layer, fresh)
             if group.queries == 1:
                 out = scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
-                outputs.append(out.reshape(-1, heads * dim))
+                outputs[group.rows] = out.reshape(-1, heads * dim)
             else:
                 # Key heads take the place of the batch, so that one mask serves all and keys are shared by stride 0.
                 shape = (-1, config.group_size, -1, -1)
                 keys, values = keys[0].unsqueeze(1).expand(shape), values[0].unsqueeze(1).expand(shape)
                 out = scaled_dot_product_attention(queries.permute(1, 2, 0, 3), keys, values, attn_mask=group.mask)
-                outputs.append(out.permute(2, 0, 1, 3).reshape(-1, heads * dim))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+                outputs[group.rows] = out.permute(2, 0, 1, 3).reshape(-1, heads * dim)
+        return outputs
 
     def gather(self, group: Group, layer: int, fresh: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a group's sequences, `[sequences, kv_heads, keys, dim]` each.
@@ -192,22 +193,27 @@ class GatherAttention:
         return keys, values
 
     def _groups(self, spans: Sequence[Span]) -> Iterator[Group]:
-        """Decoding spans, which come from the shortest on, together while padding stays small; any other alone."""
-        together: list[list[Span]] = []
-        for span in spans:
-            first = together[-1][0] if together else span
+        """Groups that are kept stay as they are; the rest anew.
+
+        Decoding spans, which come from the shortest on, together while padding stays small; any other alone.
+        """
+        kept = self._gathered.together(spans)
+        together: list[list[int]] = []
+        for place in sorted({*range(len(spans))}.difference(*kept)):
+            first, span = spans[together[-1][0] if together else place], spans[place]
             limit = self._PADDING * max(first.end, self._pool.block_tokens)
             if together and first.count == span.count == 1 and span.end <= limit:
-                together[-1].append(span)
+                together[-1].append(place)
             else:
-                together.append([span])
-        row = 0
-        for members in together:
-            rows = sum(span.count for span in members)
-            yield self._group(slice(row, row + rows), members)
-            row += rows
+                together.append([place])
+        begins = list(itertools.accumulate((span.count for span in spans), initial=0))
+        for places in kept + together:
+            low, high = places[0], places[-1] + 1
+            run = places == list(range(low, high))
+            rows = slice(begins[low], begins[high]) if run else torch.tensor([begins[place] for place in places])
+            yield self._group(rows, [spans[place] for place in places])
 
-    def _group(self, rows: slice, spans: Sequence[Span]) -> Group:
+    def _group(self, rows: slice | Tensor, spans: Sequence[Span]) -> Group:
         tokens, window = self._pool.block_tokens, self._config.sliding_window
         first = [max(0, span.start + 1 - window) // tokens if window else 0 for span in spans]
         used = [span.blocks[begin : -(-span.end // tokens)] for begin, span in zip(first, spans, strict=True)]

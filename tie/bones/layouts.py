@@ -4,7 +4,7 @@ from typing import Final, Literal
 
 from tie.bones.native import library
 
-Kind = Literal["torch", "native"]
+Kind = Literal["auto", "torch", "native"]
 
 NATIVE_PREFIX: Final = "native-"
 
@@ -12,9 +12,11 @@ NATIVE_PREFIX: Final = "native-"
 def layout_id(kind: Kind, *, device: str, dtype: str, weights: str) -> str:
     """The layout that the node's configuration asks for: `native-<weights>` or `torch-<device>-<dtype>`.
 
-    Where the native executor is asked for and cannot run (the package was built without a compiler, or the node
-    computes on a GPU), PyTorch takes its place: the layout says so, and with it the node's status.
+    "auto" is the native executor where it is fast, unless float32 is asked for, which is PyTorch's alone. Where the
+    native one cannot run (the package was built without a compiler, or the node computes on a GPU), PyTorch takes its
+    place: the layout says so, and with it the node's status.
     """
-    if kind == "native" and device == "cpu" and library.available():
+    wanted = library.available() if kind == "native" else kind == "auto" and dtype != "f32" and library.fast()
+    if wanted and device == "cpu":
         return NATIVE_PREFIX + weights
     return f"torch-{device}-{dtype}"

@@ -19,10 +19,8 @@ from tie.bones.sampling import Floats, Ids, Sampled, SampleRow, SamplingParams, 
 
 __all__ = ["Floats", "SampleRow", "Sampled", "SamplingParams", "sample"]
 
-_BUCKET = 256  # of the two-level search in `_invert`
-_FIRST_NUCLEUS = 256  # tokens that the search for the nucleus sorts at first
-_DRAWER_BITS = 45  # of a double's 52 for the fraction: 128 drawers for each power of 2
-_DRAWERS = 128 * 64  # below 2^-64 of the largest weight all share one
+_BUCKET = 256  # neighbours in `_race`
+_NEVER_ZERO = 1e-300  # beside a time of 0, whose chance is 2^-53, weight 0 would be no number
 
 Doubles = npt.NDArray[np.float64]
 
@@ -45,7 +43,7 @@ def sample(logits: Floats, rows: Sequence[SampleRow]) -> list[Sampled]:
         return []
     chosen, largest = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.float32)
     sound = np.isfinite(table.max(axis=1))  # false where a logit is NaN or infinite
-    with np.errstate(over="ignore", invalid="ignore"):  # what overflows becomes infinite, and is found below
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is infinite is found below
         for index, row in enumerate(rows):
             edited = _edit(table[index], row)
             chosen[index] = edited.argmax()
@@ -102,48 +100,47 @@ def _draw(x: Floats, largest: float, row: SampleRow) -> int:
         ids = survivors if ids is None else ids[survivors]
         kept = kept[survivors]
     # Relative to the likeliest token, whose weight is 1.
-    weights: Doubles = np.exp((kept.astype(np.float64) - largest) / params.temperature)
-    least = params.min_p
-    if 0 < params.top_p < 1:
-        least = max(least, _nucleus(weights, params.top_p))
-    if least > 0:
-        survivors = np.flatnonzero(weights >= least)
-        ids = survivors if ids is None else ids[survivors]
-        weights = weights[survivors]
-    uniform = np.random.Generator(np.random.Philox(key=params.seed, counter=row.position)).random()
-    choice = _invert(weights, uniform)
+    weights: Floats = kept - np.float32(largest)
+    weights *= np.float32(1 / params.temperature)
+    np.exp(weights, out=weights)
+    if params.min_p > 0:
+        weights[weights < np.float32(params.min_p)] = 0
+    goal = params.top_p * float(weights.sum(dtype=np.float64)) if 0 < params.top_p < 1 else math.inf
+    dice = np.random.Generator(np.random.Philox(key=params.seed, counter=(0, row.position, 0, 0)))
+    choice = _race(weights, dice)
+    # One outside the nucleus is drawn again, from what is likelier: that costs less than to find the nucleus first.
+    while not _inside_nucleus(weights, choice, goal):
+        likelier = np.flatnonzero(weights > weights[choice])
+        ids = likelier if ids is None else ids[likelier]
+        weights = weights[likelier]
+        choice = _race(weights, dice)
     return choice if ids is None else int(ids[choice])
 
 
-def _nucleus(weights: Doubles, top_p: float) -> float:
-    """The least weight in the smallest set of largest weights that has `top_p` of the sum."""
-    goal = top_p * weights.sum()
-    few = len(weights) > _FIRST_NUCLEUS  # mostly enough
-    largest: Doubles = np.sort(weights[weights >= _kth_largest(weights, _FIRST_NUCLEUS)] if few else weights)[::-1]
-    sums = largest.cumsum()
-    if sums[-1] < goal and len(largest) < len(weights):
-        return _wide_nucleus(weights, goal)
-    return float(largest[min(np.searchsorted(sums, goal), len(largest) - 1)])
+def _race(weights: Floats, dice: np.random.Generator) -> int:
+    """A token with the probability of its share of all weights.
 
-
-def _wide_nucleus(weights: Doubles, goal: float) -> float:
-    """The same where it has very many tokens, without sorting them.
-
-    Weights are sorted into drawers by the leading bits of their numbers, which are their logarithm, roughly; only the
-    drawer in which the goal is reached is looked at more closely.
+    Each rings at a time of exponential distribution, with its weight as the rate, and the first one is it (the
+    Gumbel-max trick; Maddison et al. 2014, arXiv 1411.0030): first among buckets of neighbours, then among those of one
+    bucket, which needs few random numbers. Weights that differ by rounding give another token only where two ring at
+    the same time, as good as never. (Where one number is looked up in the running sum of all weights, each border
+    between two tokens moves with the whole sum before it.)
     """
-    drawers = weights.view(np.int64) >> _DRAWER_BITS
-    drawers -= drawers.max() - _DRAWERS
-    np.maximum(drawers, 0, out=drawers)
-    sums = np.bincount(drawers, weights, _DRAWERS + 1)[::-1].cumsum()
-    place = min(int(np.searchsorted(sums, goal)), _DRAWERS)
-    inside = np.sort(weights[drawers == _DRAWERS - place])[::-1]
-    rest = goal - (sums[place - 1] if place else 0.0)
-    index = min(int(np.searchsorted(inside.cumsum(), rest)), len(inside) - 1)
-    return float(inside[index]) if len(inside) else 0.0
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), _BUCKET), dtype=np.float64)
+    bucket = _first(sums, dice) * _BUCKET
+    return bucket + _first(weights[bucket : bucket + _BUCKET], dice)
 
 
-def _kth_largest(values: Floats | Doubles, k: int) -> np.floating[Any]:
+def _first(rates: Floats | Doubles, dice: np.random.Generator) -> int:
+    return int(((dice.standard_exponential(len(rates)) + _NEVER_ZERO) / rates).argmin())
+
+
+def _inside_nucleus(weights: Floats, choice: int, goal: float) -> bool:
+    """Whether a token is in the smallest set of largest weights whose sum is `goal`: all likelier ones are less."""
+    return goal == math.inf or float(weights[weights > weights[choice]].sum(dtype=np.float64)) < goal
+
+
+def _kth_largest(values: Floats, k: int) -> np.floating[Any]:
     """The k-th largest value, 1 <= k <= len(values).
 
     Where k is small, values are first laid out in columns: k columns reach the k-th largest of the columns' maxima, so
@@ -156,22 +153,6 @@ def _kth_largest(values: Floats | Doubles, k: int) -> np.floating[Any]:
         values = values[values >= np.partition(maxima, -k)[-k]]
     kth: np.floating[Any] = np.partition(values, -k)[-k]
     return kth
-
-
-def _invert(weights: Doubles, uniform: float) -> int:
-    """The index at which the running sum of weights passes `uniform` of the whole: never one of weight 0.
-
-    In two levels, as summing up a large vocabulary costs ten times its mere sum.
-    """
-    sums = np.add.reduceat(weights, np.arange(0, len(weights), _BUCKET)).cumsum()
-    goal = uniform * sums[-1]
-    bucket = min(int(np.searchsorted(sums, goal, side="right")), int(np.flatnonzero(np.diff(sums, prepend=0.0))[-1]))
-    inside = weights[bucket * _BUCKET : (bucket + 1) * _BUCKET]
-    within = inside.cumsum()
-    rest = goal - (sums[bucket - 1] if bucket else 0.0)
-    # Rounding may leave the goal at the very end of the bucket: then its last token of any weight.
-    index = min(int(np.searchsorted(within, rest, side="right")), int(np.flatnonzero(inside)[-1]))
-    return bucket * _BUCKET + index
 
 
 def _report(logits: Floats, token_id: int, logprobs: int | None) -> Sampled:

@@ -31,7 +31,7 @@ usage: ./run COMMAND [ARGUMENTS]
   demo        start a node, ask the model, recycle the runtime, ask again, stop everything
   tie …       the `tie` command, for example `./run tie up`, `./run tie chat`, `./run tie --help`
   test …      linters, type checks, import contracts and all tests; arguments go to pytest
-  setup       only set up (every other command does it first)
+  setup       only set up, with all that the tests need (every other command sets up what it needs itself)
   lock        bring requirements.lock up to pyproject.toml; --upgrade takes the newest of everything
 
 The environment is made in .venv, the demo model in .run; both are ignored by git and safe to delete.
@@ -74,6 +74,10 @@ def main() -> int:
         set_up()
         if command == "test":
             install(for_the_tests())
+        # A node computes with the compiled step; PyTorch is what the tests compare it with.
+        if command in ("setup", "test") or not computes_without_torch():
+            with alone():
+                install_torch()
     except SetupError as error:
         print(f"run: {error}", file=sys.stderr)
         return 1
@@ -152,14 +156,19 @@ def set_up_anew(wanted: str) -> None:
     install(for_the_node())
     make_venv()
     count = sum(1 for line in LOCK.read_text().splitlines() if "==" in line)
-    say(f"[2/4] {count} packages from requirements.lock")
+    say(f"[2/3] {count} packages from requirements.lock")
     pip("install", "--no-deps", "--require-hashes", "-r", str(LOCK), count=count)
-    install_torch()
-    say("[4/4] this project, editable")
+    say("[3/3] this project, editable; compiles the forward step for some minutes where there is a compiler")
     pip("install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
     check_environment()
     STAMP.write_text(wanted)
     say(f"set up in {time.monotonic() - started:.0f} s")
+
+
+def computes_without_torch() -> bool:
+    """Whether the compiled forward step was built, and is a fast one on this processor."""
+    program = "from tie.bones.native import library; raise SystemExit(not library.fast())"
+    return subprocess.run([str(PYTHON), "-P", "-c", program], check=False, cwd=ROOT).returncode == 0
 
 
 def fingerprint() -> str:
@@ -178,7 +187,7 @@ def for_the_node() -> list[str]:
         missing.append(f"libpython{VERSION}")
     if importlib.util.find_spec("ensurepip") is None:
         missing.append(f"python{VERSION}-venv")
-    # For bones' native step. Without a compiler it is left out and PyTorch computes: nobody must become root for it.
+    # For bones' native step. Without a compiler PyTorch is installed instead: nobody must become root for it.
     if shutil.which("g++") is None and os.geteuid() == 0 and shutil.which("apt-get") is not None:
         missing.append("g++")
     return missing
@@ -223,7 +232,7 @@ def install(missing: list[str]) -> None:
 
 def make_venv() -> None:
     """An empty environment of this interpreter, or the one that is there when it fits."""
-    say("[1/4] environment")
+    say("[1/3] environment")
     if PYTHON.exists():
         # One deleted or made halfway can have a `python` that is the machine's own: pip would install there.
         probe = "import sys, pip; print('%d.%d' % sys.version_info[:2], sys.prefix != sys.base_prefix)"
@@ -239,13 +248,12 @@ def make_venv() -> None:
 
 
 def install_torch() -> None:
-    """Torch, after saying how much it is."""
+    """Torch, after saying how much it is. Does nothing when it is there."""
     have = subprocess.run(
         [str(PYTHON), "-c", "import importlib.metadata as m; print(m.version('torch'))"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if have.stdout.strip().split("+")[0] == TORCH.split("==")[1]:
-        say(f"[3/4] torch {have.stdout.strip()} is there")
         return
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
@@ -262,7 +270,7 @@ def install_torch() -> None:
         f"{local / 1e6:,.0f} MB from this disk" if local else "",
     ]
     parts.append(f"{unknown} files of unknown size" if unknown else "")
-    say(f"[3/4] {TORCH}, {build}, {len(names)} packages: {', '.join(part for part in parts if part)}")
+    say(f"{TORCH}, {build}, {len(names)} packages: {', '.join(part for part in parts if part)}")
     pip("install", TORCH, count=len(names))
 
 

@@ -54,7 +54,7 @@ def all_checks(run_dir: Path, host: str, port: int) -> Iterator[Check]:
     yield python()
     yield packages()
     yield numpy()
-    yield torch()
+    yield executor()
     yield libpython()
     yield tritonserver()
     yield memfd()
@@ -110,12 +110,18 @@ def numpy() -> Check:
     return Check("numpy", Level.OK, version)
 
 
-def torch() -> Check:
-    """The executor's library."""
+def executor() -> Check:
+    """What computes: the compiled step, or PyTorch."""
+    from tie.bones.native import library
+
     version = _version("torch")
+    beside = f", torch {version}" if version else ""
+    if library.fast():
+        return Check("executor", Level.OK, f"native, {library.levels()[0]}{beside}")
     if version is None:
-        return Check("torch", Level.MISSING, "not installed", "./run setup (or pip install torch)")
-    return Check("torch", Level.OK, version)
+        hint = "./run setup; with a C++ compiler, for the native step, or pip install torch"
+        return Check("executor", Level.MISSING, "neither the native step nor torch is installed", hint)
+    return Check("executor", Level.OK, f"torch {version}; the native step is not built for this processor")
 
 
 def libpython() -> Check:

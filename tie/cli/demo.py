@@ -54,12 +54,13 @@ def demo(bundle: Path | None, overrides: tuple[str, ...]) -> int:
     opened = open_bundle(bundle.absolute())
     for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal, for one
         signal.signal(number, _interrupt)
-    node = LocalNode(bundle=opened.directory, overrides=overrides)
-    code = 0
-    try:
-        code = _shown(node, opened, console)
-    finally:
-        left = node.stop()
+    with evidence.own_view(opened.directory) as view:
+        node = LocalNode(bundle=view, overrides=overrides)
+        code = 0
+        try:
+            code = _shown(node, open_bundle(view), console)
+        finally:
+            left = node.stop()
     if left:
         console.print(f"[red]left running, and ended now: {', '.join(left)}[/]")
     if code or left:

@@ -1,6 +1,10 @@
 """What shows that a recycled runtime did not read the weights again: seen from outside, by the kernel."""
 
-from collections.abc import Iterable
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import inotify_simple
@@ -9,8 +13,29 @@ import psutil
 _EVENTS = inotify_simple.flags.OPEN | inotify_simple.flags.ACCESS
 
 
+@contextmanager
+def own_view(bundle: Path) -> Iterator[Path]:
+    """The bundle in a directory that only one node knows, as hard links: what others read is not seen there.
+
+    Beside the bundle, for links do not cross file systems; the bundle itself where that is not possible.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=f".{bundle.name}-", dir=bundle.parent)
+    except OSError:
+        yield bundle
+        return
+    with folder as name:
+        view = Path(name) / bundle.name
+        try:
+            shutil.copytree(bundle, view, copy_function=os.link)
+        except (OSError, shutil.Error):
+            yield bundle
+            return
+        yield view
+
+
 class WeightWatch:
-    """Counts what anybody does to the weight files of a bundle between its making and `count`."""
+    """Counts what is done to the weight files of a bundle between its making and `count`, through this directory."""
 
     def __init__(self, directory: Path, names: Iterable[str]) -> None:
         """Begins to watch.

@@ -8,8 +8,12 @@ from pathlib import Path
 
 from tie.cli.process import Child, OnLine
 from tie.daemon import socket_path
+from tie.daemon.socket_guard import identity
 
 _BACKLOG = 128
+# A step of the engine serves everybody at once, a process of a request one: it stands back, from its start on. With
+# systemd it is the weight of tie-app.slice that says so.
+_NICENESS = 10
 
 
 class Listener:
@@ -52,6 +56,7 @@ class Listener:
         self._socket: socket.socket | None = None
         self._lock = -1
         self._count = 0
+        self._identity: tuple[int, int] | None = None
 
     @property
     def pids(self) -> set[int]:
@@ -75,6 +80,17 @@ class Listener:
         listening.listen(_BACKLOG)
         asyncio.get_running_loop().add_reader(listening, self._accept, listening)
         self._socket = listening
+        self._identity = identity(self._path)
+
+    def heal(self) -> bool:
+        """Opens the socket anew where its file is gone, which nobody else could; whether that was so."""
+        if self._socket is None or identity(self._path) == self._identity:
+            return False
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+        os.close(self._lock)
+        self.start()
+        return True
 
     def _accept(self, listening: socket.socket) -> None:
         try:
@@ -94,6 +110,7 @@ class Listener:
                     environment=self._environment,
                     on_line=self._on_line(name),
                     connection=connection.fileno(),
+                    niceness=_NICENESS,
                 )
             except OSError:
                 self._on_refused(self.name)  # no process to be had

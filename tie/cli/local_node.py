@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ from tie.daemon.errors import PeerDiedError, PeerError, PeerTimeoutError
 from tie.proto import control_pb2
 
 _STOP_S = 40.0
+_LAST_MOMENT_S = 2.0  # for the kernel to end those that end with their parent
 _POLL_S = 0.1
 
 
@@ -35,11 +36,26 @@ class LocalNode:
         process: `tie up`.
     """
 
-    def __init__(self, *, bundle: Path | None = None, overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        bundle: Path | None = None,
+        overrides: Sequence[str] = (),
+        prepare: Callable[[Path], None] = lambda _: None,
+    ) -> None:
+        """Starts it.
+
+        Args:
+            bundle: of the model; the demo model's unless given.
+            overrides: as for `tie up --set`.
+            prepare: called with the run directory before anything is in it.
+        """
         # A folder directly under /tmp: paths of Unix sockets are short.
-        self._folder = tempfile.TemporaryDirectory(prefix="tie-", dir="/tmp")
+        # What `prepare` mounted there keeps the folder busy, and is for its owner to take away.
+        self._folder = tempfile.TemporaryDirectory(prefix="tie-", dir="/tmp", ignore_cleanup_errors=True)
         self.run_dir = Path(self._folder.name) / "run"
         self._log = Path(self._folder.name) / "log"
+        prepare(self.run_dir)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -140,7 +156,10 @@ class LocalNode:
         return [_program(process) or str(process.pid) for process in left]
 
     def leftovers(self) -> list[psutil.Process]:
-        """Processes of this node that still run although `tie up` has ended."""
+        """Processes of this node that still run although `tie up` has ended.
+
+        One that the kernel ends with its parent (PR_SET_PDEATHSIG) is gone a moment after it: that much it gets.
+        """
         mine = str(self.run_dir)
         found = {process for process in self._seen if process.is_running() and process.pid != self.process.pid}
         for process in psutil.process_iter():
@@ -149,7 +168,8 @@ class LocalNode:
                     found.add(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return [process for process in found if _runs(process)]
+        _, alive = psutil.wait_procs([process for process in found if _runs(process)], timeout=_LAST_MOMENT_S)
+        return [process for process in alive if _runs(process)]
 
 
 def _runs(process: psutil.Process) -> bool:

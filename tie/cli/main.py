@@ -15,6 +15,8 @@ _COMMANDS = {
     "up": ("tie.cli.up:up", "Run a whole node in this terminal."),
     "chat": ("tie.cli.chat:chat", "Talk to the model."),
     "status": ("tie.cli.operate:status", "Show the node's state and its parts."),
+    "events": ("tie.cli.events:events", "Say what happened to the node, and why."),
+    "gpu": ("tie.cli.gpu:gpu", "Show each GPU: verdict, reasons, telemetry."),
     "recycle": ("tie.cli.operate:recycle", "Replace the runtime by a fresh one."),
     "maintenance": ("tie.cli.operate:maintenance", "Take the node out of service, or back in."),
     "metrics": ("tie.cli.operate:metrics", "Print the metrics of all daemons."),

@@ -6,6 +6,7 @@ has one thread on purpose: only then is it safe to run Python between fork and e
 """
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -40,6 +41,7 @@ class Child:
         environment: Mapping[str, str],
         on_line: OnLine,
         connection: int | None = None,
+        niceness: int = 0,
     ) -> None:
         """Starts it; needs a running event loop.
 
@@ -49,6 +51,7 @@ class Child:
             environment: the whole environment.
             on_line: called with every line that it writes to its standard output or error, without the line's end.
             connection: a descriptor that the program gets as number 3, announced as systemd does.
+            niceness: how far it stands back where the processor is wanted by many (setpriority(2)).
         """
         self.name = name
         self.started = time.monotonic()
@@ -56,7 +59,7 @@ class Child:
         self._exit: asyncio.Future[int] = loop.create_future()
         output, write_end = os.pipe()
         try:
-            self.pid = _spawn(argv, dict(environment), write_end, connection)
+            self.pid = _spawn(argv, dict(environment), write_end, connection, niceness)
         except BaseException:
             os.close(output)
             raise
@@ -108,7 +111,7 @@ class Child:
         return True
 
 
-def _spawn(argv: Sequence[str], environment: dict[str, str], output: int, connection: int | None) -> int:
+def _spawn(argv: Sequence[str], environment: dict[str, str], output: int, connection: int | None, niceness: int) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -118,6 +121,8 @@ def _spawn(argv: Sequence[str], environment: dict[str, str], output: int, connec
         die_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(_EXIT_NO_EXEC)  # it died before the request reached the kernel
+        if niceness:
+            _stand_back(niceness)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # an ignored signal would stay ignored across exec
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
@@ -133,6 +138,15 @@ def _spawn(argv: Sequence[str], environment: dict[str, str], output: int, connec
         os.write(2, f"cannot start {argv[0]}: {error.strerror}\n".encode())
     finally:
         os._exit(_EXIT_NO_EXEC)
+
+
+def _stand_back(niceness: int) -> None:
+    """Takes a smaller share of the processor, for this process and its session."""
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.nice(niceness)
+    # Where the kernel shares the processor out by session, niceness counts within one only (sched(7), autogroup).
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 class _Lines:

@@ -98,7 +98,7 @@ def _runtime(status: control_pb2.NodeStatus) -> tuple[str, str, str]:
         f"{runtime.model} {runtime.release}".strip(),
         runtime.executor,
         f"{runtime.running} running, {runtime.waiting} waiting",
-        f"canary {'ok' if canary.ok else canary.error or 'not yet'}"
+        f"canary {canary.error or ('ok' if canary.ok else 'not yet')}"
         + (f" in {canary.latency_s * 1000:.0f} ms" if canary.ok else ""),
         ", ".join(runtime.reasons),
     ]

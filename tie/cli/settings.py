@@ -101,6 +101,13 @@ def effective(base: Path | None, overrides: Sequence[str], **values: Any) -> Nod
     return _checked(tree, values)
 
 
+def names_run_dir(base: Path | None, overrides: Sequence[str]) -> bool:
+    """Whether a run directory was chosen there; the default of a configuration is that of an installed node."""
+    if any(override.partition("=")[0].strip() == "run_dir" for override in overrides):
+        return True
+    return base is not None and "run_dir" in tomllib.loads(base.read_text(encoding="utf-8"))
+
+
 def replace(config: NodeConfig, **values: Any) -> NodeConfig:
     """The same configuration with a few values changed, named as in `effective`.
 

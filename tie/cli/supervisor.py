@@ -1,9 +1,11 @@
 """The daemons of a node under `tie up`: started, restarted, told to stop; what systemd does with the units.
 
-`Restart=always` with a growing pause, `Type=notify` readiness (sd_notify(3)), process groups ended as a whole.
+`Restart=always` with a growing pause, `Type=notify` readiness and `WatchdogSec=` (sd_notify(3)), process groups ended
+as a whole.
 """
 
 import asyncio
+import contextlib
 import signal
 import socket
 import time
@@ -20,6 +22,7 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _LONG_ENOUGH_S = 10.0  # a run of this length was no crash loop
 _DATAGRAM = 4096
+_WATCHDOG_S = 30.0  # a daemon that has said once that it is well, and then nothing for so long, hangs
 
 
 class ServiceConfigError(TieError):
@@ -69,18 +72,22 @@ class Service:
         Raises:
             ServiceConfigError: it says that its configuration is wrong.
         """
-        with _NotifySocket(directory / f"{self.name}.notify", report) as notify_path:
+        with _NotifySocket(directory / f"{self.name}.notify", report) as notifications:
             pause = _FIRST_PAUSE_S
             while True:
                 self.child = Child(
                     self.name,
                     self.argv,
-                    environment={**environment, "NOTIFY_SOCKET": notify_path},
+                    environment={
+                        **environment,
+                        "NOTIFY_SOCKET": str(notifications.path),
+                        "WATCHDOG_USEC": str(int(_WATCHDOG_S * 1_000_000)),
+                    },
                     on_line=self._tee(report.line),
                 )
                 self.starts += 1
                 try:
-                    code = await self.child.wait()
+                    code = await self._ended(self.child, notifications)
                 except asyncio.CancelledError:
                     await self.child.stop(self.stop_s)
                     raise
@@ -91,6 +98,16 @@ class Service:
                 report.ended(code, pause)
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, _LONGEST_PAUSE_S)
+
+    async def _ended(self, child: Child, notifications: "_NotifySocket") -> int:
+        """The exit code; a child that hangs is killed."""
+        notifications.begin()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WATCHDOG_S / 6):
+                    return await child.wait()
+            if notifications.silence_s() > _WATCHDOG_S:
+                child.kill()
 
     def _tee(self, on_line: OnLine) -> OnLine:
         def both(line: str) -> None:
@@ -104,21 +121,30 @@ class _NotifySocket:
     """The receiving end of sd_notify(3)."""
 
     def __init__(self, path: Path, report: Report) -> None:
-        self._path = path
+        self.path = path
+        self._last_beat: float | None = None  # on the monotonic clock
         self._report = report
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
 
-    def __enter__(self) -> str:
-        self._path.unlink(missing_ok=True)
-        self._socket.bind(str(self._path))
-        self._path.chmod(0o600)
+    def begin(self) -> None:
+        """A new child: its beats count from its first one."""
+        self._last_beat = None
+
+    def silence_s(self) -> float:
+        """Seconds since the last beat; 0 for a child that has not begun to beat."""
+        return 0.0 if self._last_beat is None else time.monotonic() - self._last_beat
+
+    def __enter__(self) -> "_NotifySocket":
+        self.path.unlink(missing_ok=True)
+        self._socket.bind(str(self.path))
+        self.path.chmod(0o600)
         asyncio.get_running_loop().add_reader(self._socket, self._receive)
-        return str(self._path)
+        return self
 
     def __exit__(self, *exception: object) -> None:
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def _receive(self) -> None:
         try:
@@ -129,6 +155,8 @@ class _NotifySocket:
             name, _, value = assignment.partition("=")
             if (name, value) == ("READY", "1"):
                 self._report.ready()
+            elif (name, value) == ("WATCHDOG", "1"):
+                self._last_beat = time.monotonic()
             elif name == "STATUS":
                 self._report.status(value)
 

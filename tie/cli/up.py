@@ -45,7 +45,9 @@ _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZER
 @click.command()
 @click.option("--bundle", type=click.Path(path_type=Path), help="Model bundle to serve [default: the demo model].")
 @click.option(
-    "--run-dir", type=click.Path(path_type=Path), help="Sockets and keys [default: $TIE_RUN_DIR or /run/tie]."
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Sockets and keys [default: the file's, $TIE_RUN_DIR or /run/tie].",
 )
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of CloudBoard's ingress on loopback [default: 8443].")
 @click.option("--config", "base", type=click.Path(path_type=Path), help="A node.toml to start from.")
@@ -69,12 +71,15 @@ def up(
     Starts every daemon, gives each request its own processes, starts again what ends. Nothing outlives this command.
     """
     console = Console(quiet=quiet, json_logs=json_logs)
-    directory = (run_dir or settings.default_run_dir()).absolute()
-    config = settings.effective(base, overrides, run_dir=str(directory), cloudboard__port=port)
+    config = settings.effective(base, overrides, cloudboard__port=port)
+    named = settings.names_run_dir(base, overrides)
+    directory = (run_dir or (Path(config.run_dir) if named else settings.default_run_dir())).absolute()
+    config = settings.replace(config, run_dir=str(directory))
     with prepare.prepared(directory):
         config = prepare.with_bundle(config, bundle, console)
         prepare.check(config)
         prepare.write_configuration(config)
+        prepare.compile_packages()
         return asyncio.run(_Node(config, console).run(parent))
 
 
@@ -128,7 +133,11 @@ class _Node:
             for name, service in self._services.items():
                 running = service.run(self._environment, self._directory, self._report(service))
                 tasks[name] = asyncio.create_task(running, name=name)
-            return await self._until_stopped(tasks)
+            healing = asyncio.create_task(self._heal_sockets())
+            try:
+                return await self._until_stopped(tasks)
+            finally:
+                healing.cancel()
         finally:
             notify("STOPPING=1")
             self._console.say("stopping … (once more: at once)")
@@ -151,6 +160,13 @@ class _Node:
             if error is not None:
                 raise error
         return 0
+
+    async def _heal_sockets(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            for listener in self._listeners:
+                if listener.heal():
+                    self._console.log(listener.name, "the socket's file was gone; opened anew")
 
     def _report(self, service: Service) -> Report:
         def ended(code: int, pause: float) -> None:

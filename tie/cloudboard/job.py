@@ -2,18 +2,16 @@
 
 import asyncio
 import math
-from typing import Final
+from collections.abc import Awaitable, Callable
 
-from tie.cloudboard.exchange import Exchange
+from tie.cloudboard.http.exchange import Exchange
 from tie.cloudboard.replies import JOB_CODES, RefusedRequestError
-from tie.cloudboard.sealed_body import SealedBody
 from tie.cloudboard.standby import Jobhelper, NoJobhelperError, StandbyPool
+from tie.cloudboard.uploads import Upload
 from tie.daemon import log
 from tie.daemon.errors import PeerError
 from tie.envelope.frames import frame
 from tie.proto import envelope_pb2
-
-_KEEP_BYTES: Final = 1024 * 1024
 
 
 class JobLostError(PeerError):
@@ -29,118 +27,80 @@ class JobLostError(PeerError):
 
 
 class Job:
-    """Carries one sealed request to a jobhelper and the sealed answer back.
+    """Carries one whole sealed request to a jobhelper and the sealed answer back.
 
     A jobhelper that stood by may turn out dead, or without its app, when its request comes. As long as nothing has been
     accepted the same sealed request goes to a new one, once: should the first have had it opened after all, it does not
     open again.
     """
 
-    def __init__(self, exchange: Exchange, body: SealedBody, order: envelope_pb2.JobIn, pool: StandbyPool) -> None:
+    def __init__(self, exchange: Exchange, order: envelope_pb2.JobOpen, upload: Upload, pool: StandbyPool) -> None:
         self._exchange = exchange
-        self._body = body
+        self._order = order
+        self._upload = upload
         self._pool = pool
-        self._sent: list[envelope_pb2.JobIn] = [order]
-        self._spares = 1
-        self._whole = True  # whether `_sent` is all that came so far
-        self._truncated = False
-        self._turn = asyncio.Lock()  # between the upload and a change of jobhelpers
-        self._jobhelper: Jobhelper | None = None
 
     async def run(self) -> None:
-        """Both directions at once, until the answer has ended or the request turns out bad.
+        """Returns when the answer has ended. A cancelled call stops the app.
 
         Raises:
-            DisconnectedError: the client went away.
+            DisconnectedError: the client does not take its answer.
             RefusedRequestError: the request cannot be served; see the code.
         """
+        first = await self._try(self._pool.take)
+        if first is None:
+            return
+        if self._exchange.started:
+            raise RefusedRequestError(first.code)
         try:
-            await self._start()
-            upload, download = asyncio.create_task(self._upload()), asyncio.create_task(self._download())
-            try:
-                await asyncio.wait({upload, download}, return_when=asyncio.FIRST_COMPLETED)
-                if not download.done():
-                    await upload  # raises: it never ends by itself
-                await download
-            finally:
-                upload.cancel()
-                download.cancel()
-                await asyncio.gather(upload, download, return_exceptions=True)
-        finally:
-            if self._jobhelper is not None:
-                self._jobhelper.close()  # before the answer's end this is what stops the app
+            # Not one that stood by: what killed the first may have killed them all.
+            second = await self._try(self._pool.new)
+        except RefusedRequestError as refusal:
+            # The replay is our own second attempt. What the first said of itself holds: "busy", that nobody has read
+            # anything of the request; or nothing, and then it may have been read.
+            raise RefusedRequestError(first.code if refusal.code == "replayed" else refusal.code) from None
+        if second is not None:
+            raise RefusedRequestError(second.code)
 
-    async def _start(self) -> None:
-        """Gives what has come of the request to a jobhelper."""
+    async def _try(self, source: Callable[[], Awaitable[Jobhelper]]) -> JobLostError | None:
         try:
-            # The second time not one that stood by: what killed the first may have killed them all.
-            self._jobhelper = await (self._pool.take() if self._spares else self._pool.new())
+            await self._attempt(source)
+        except JobLostError as lost:
+            log.failure("request.job-lost", lost)
+            return lost
+        return None
+
+    async def _attempt(self, source: Callable[[], Awaitable[Jobhelper]]) -> None:
+        """Raises `JobLostError`, and as `run`."""
+        try:
+            jobhelper = await source()
         except NoJobhelperError as error:
             log.failure("request.no-jobhelper", error)
             raise RefusedRequestError("busy") from None
-        for message in self._sent:
-            await self._forward(message)
-        if self._truncated:
-            self._jobhelper.end()
-
-    async def _upload(self) -> None:
-        """Forwards segments, then watches for the client's going away. Never returns.
-
-        Raises:
-            DisconnectedError: the client went away.
-            RefusedRequestError: the body is bad.
-        """
-        complete, kept = False, 0
-        async for segment in self._body.segments():
-            complete = segment.last
-            message = envelope_pb2.JobIn(segment=segment)
-            async with self._turn:
-                kept += len(segment.ciphertext)
-                self._whole = kept <= _KEEP_BYTES
-                if self._whole:
-                    self._sent.append(message)
-                await self._forward(message)
-        async with self._turn:
-            self._truncated = not complete
-            if self._truncated and self._jobhelper is not None:
-                self._jobhelper.end()
-        await self._exchange.disconnected()
-
-    async def _forward(self, message: envelope_pb2.JobIn) -> None:
+        # Beside the reading: a jobhelper that refuses the request does not read it to its end.
+        sending = asyncio.create_task(self._send(jobhelper))
         try:
-            if self._jobhelper is not None:
-                await self._jobhelper.send(message)
+            while not await self._pass_on(jobhelper):
+                pass
+        finally:
+            jobhelper.close()  # before the answer's end this is what stops the app
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    async def _send(self, jobhelper: Jobhelper) -> None:
+        try:
+            await jobhelper.send(envelope_pb2.JobIn(open=self._order))
+            for segment in self._upload.segments:
+                await jobhelper.send(envelope_pb2.JobIn(segment=segment))
         except PeerError:
-            return  # the download sees it as well and decides; the rest of the body is read and dropped meanwhile
+            return  # whoever reads sees it as well, and decides
 
-    async def _download(self) -> None:
-        """Carries the answer until its end.
-
-        Raises:
-            RefusedRequestError: the jobhelper refused, failed or died.
-        """
-        while True:
-            try:
-                finished = await self._pass_on()
-            except JobLostError as error:
-                log.failure("request.job-lost", error)
-                async with self._turn:
-                    if self._exchange.started or not self._whole or not self._spares:
-                        raise RefusedRequestError(error.code) from None
-                    self._spares -= 1
-                    if self._jobhelper is not None:
-                        self._jobhelper.close()
-                    await self._start()
-                continue
-            if finished:
-                return
-
-    async def _pass_on(self) -> bool:
-        """Passes on one message; True at the answer's end."""
-        message = await self._receive()
+    async def _pass_on(self, jobhelper: Jobhelper) -> bool:
+        """Passes on one message; True at the answer's end. Raises as `_attempt`."""
+        message = await self._receive(jobhelper)
         match message.WhichOneof("kind"), self._exchange.started:
             case "salt", False:
-                self._sent.clear()
+                self._upload.drop()
                 await self._exchange.start("application/octet-stream")
                 await self._exchange.write(message.salt)
                 return False
@@ -153,22 +113,15 @@ class Job:
                     return True
                 if status == envelope_pb2.JOB_BUSY:
                     raise JobLostError("the jobhelper cannot serve", code="busy")
-                raise RefusedRequestError(self._code(status))
+                raise RefusedRequestError(JOB_CODES.get(status, "failed"))
         raise JobLostError("the jobhelper spoke out of order")
 
-    async def _receive(self) -> envelope_pb2.JobOut:
-        if self._jobhelper is None:
-            raise JobLostError("there is no jobhelper")
+    async def _receive(self, jobhelper: Jobhelper) -> envelope_pb2.JobOut:
         try:
             # The request's deadline bounds this wait: it may be long before a model's first token.
-            message = await self._jobhelper.receive(math.inf)
+            message = await jobhelper.receive(math.inf)
         except PeerError:
             raise JobLostError("the jobhelper died") from None
         if message is None:
             raise JobLostError("the jobhelper ended")
         return message
-
-    def _code(self, status: "envelope_pb2.JobStatus.ValueType") -> str:
-        if status == envelope_pb2.JOB_REPLAYED and not self._spares:
-            return "failed"  # the replay is our own second attempt
-        return JOB_CODES.get(status, "failed")

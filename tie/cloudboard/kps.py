@@ -1,10 +1,12 @@
 """tie-kps, the reference key protection service: holds the node's long-lived private key and opens DEKs with it.
 
 The key lives in this process's memory only. A restart, the end of the key's lifetime, and a full replay set each make a
-new one, so that the set of envelopes seen never has to outlive the key that could open them.
+new one, so that the set of envelopes seen never has to outlive the key that could open them. But for a restart, the key
+before it still opens for a while what was sealed to it and is on its way.
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -21,6 +23,7 @@ from tie.envelope.errors import EnvelopeError
 from tie.proto import kps_pb2, kps_pb2_grpc
 
 MAX_REPLAY_ENTRIES: Final = 1_000_000  # about 100 MB; then the key is replaced
+OVERLAP_S: Final = 150.0  # a little more than a request may take to come in (cloudboard.upload_deadline_s)
 _DIGEST_BYTES: Final = 16
 
 
@@ -44,8 +47,21 @@ class RateLimit:
         return True
 
 
+class _Epoch:
+    """One key, and the envelopes that it has opened.
+
+    Attributes:
+        until: when it opens nothing any more; set when the next one begins.
+    """
+
+    def __init__(self) -> None:
+        self.key = sealing.PrivateKey.generate()
+        self.seen: set[bytes] = set()
+        self.until = math.inf
+
+
 class KeyProtection:
-    """The service without its transport: one current key, its statement, and the envelopes that it has opened."""
+    """The service without its transport: the current key, its statement, and the key before it for a while."""
 
     def __init__(
         self,
@@ -68,6 +84,7 @@ class KeyProtection:
         self._opens = Counter("tie_kps_opens", "DEKs asked for, by outcome", ["outcome"], registry=self._metrics)
         self._keys = Counter("tie_kps_keys", "Keys made since start", registry=self._metrics)
         self._entries = Gauge("tie_kps_replay_entries", "Envelopes the current key has opened", registry=self._metrics)
+        self._epochs: list[_Epoch] = []  # at most two; the current one is the last
         self._rotate("start")
 
     def statement(self) -> kps_pb2.KeyStatement:
@@ -84,7 +101,7 @@ class KeyProtection:
 
     def metrics(self) -> str:
         """Audit counters as Prometheus text."""
-        self._entries.set(len(self._seen))
+        self._entries.set(len(self._epochs[-1].seen))
         return generate_latest(self._metrics).decode()
 
     def _open(self, request: kps_pb2.OpenDekRequest) -> kps_pb2.OpenDekReply:
@@ -93,37 +110,45 @@ class KeyProtection:
         self._rotate_if_due()
         if request.version != sealing.VERSION or request.node_id != self._node_id:
             return kps_pb2.OpenDekReply(outcome=kps_pb2.OUTCOME_REFUSED)
-        if request.key_id != self._key.public.key_id:
+        epoch = next((one for one in self._epochs if request.key_id == one.key.public.key_id), None)
+        if epoch is None or len(epoch.seen) >= 2 * self._max_replay_entries:
             return kps_pb2.OpenDekReply(outcome=kps_pb2.OUTCOME_UNKNOWN_KEY)
         digest = hashlib.sha256(request.sealed_dek).digest()[:_DIGEST_BYTES]
-        if digest in self._seen:
+        if digest in epoch.seen:
             return kps_pb2.OpenDekReply(outcome=kps_pb2.OUTCOME_REPLAYED)
         try:
-            dek = sealing.open_dek(request.sealed_dek, self._node_id, self._key)
+            dek = sealing.open_dek(request.sealed_dek, self._node_id, epoch.key)
         except EnvelopeError:
             return kps_pb2.OpenDekReply(outcome=kps_pb2.OUTCOME_REFUSED)
         # Only what opens is remembered: garbage cannot fill the set. No await lies between the look-up and here.
-        self._seen.add(digest)
+        epoch.seen.add(digest)
         with dek:
             bound = sealing.bind_dek(dek, request.sealed_dek, self._node_id, self._binding)
         return kps_pb2.OpenDekReply(outcome=kps_pb2.OUTCOME_OK, bound_dek=bound)
 
     def _rotate_if_due(self) -> None:
+        self._epochs = [epoch for epoch in self._epochs if self._clock() < epoch.until]
         if self._clock() >= self._expires:
             self._rotate("lifetime")
-        elif len(self._seen) >= self._max_replay_entries:
+        elif len(self._epochs[-1].seen) >= self._max_replay_entries:
             self._rotate("replay-set-full")
 
     def _rotate(self, reason: str) -> None:
-        self._key = sealing.PrivateKey.generate()
-        self._seen: set[bytes] = set()
+        for epoch in self._epochs[-1:]:
+            epoch.until = self._clock() + OVERLAP_S
+        current = _Epoch()
+        self._epochs = [*self._epochs[-1:], current]
         self._expires = self._clock() + self._lifetime_s
         now = int(time.time())
         self._statement = statement.sign(
-            self._signer, self._node_id, self._key.public, not_before=now, not_after=now + max(1, int(self._lifetime_s))
+            self._signer,
+            self._node_id,
+            current.key.public,
+            not_before=now,
+            not_after=now + max(1, int(self._lifetime_s)),
         )
         self._keys.inc()
-        log.event("kps.key-made", reason=reason, key_id=self._key.public.key_id.hex())
+        log.event("kps.key-made", reason=reason, key_id=current.key.public.key_id.hex())
 
 
 class Servicer(kps_pb2_grpc.KeyProtectionServicer):
@@ -162,7 +187,7 @@ async def serve(config: NodeConfig, lifetime: service.Lifetime) -> None:
         kps_pb2_grpc.add_KeyProtectionServicer_to_server(Servicer(protection), server)
 
     async with rpc.serve(config.sockets.kps, register, metrics=protection.metrics):
-        lifetime.ready()
+        lifetime.ready(config.sockets.kps)
         await lifetime.stopping.wait()
 
 

@@ -1,13 +1,13 @@
 """tie-cloudboard, the reference CloudBoard: the node's registry on a Unix socket, the ingress on loopback."""
 
 import socket
-import sys
+from typing import Final
 
 import grpc.aio
-from hypercorn.asyncio import serve as serve_http
-from hypercorn.config import Config
 
 from tie.cloudboard import keys
+from tie.cloudboard.http.limits import Limits
+from tie.cloudboard.http.server import Server, affordable
 from tie.cloudboard.ingress import Ingress
 from tie.cloudboard.registry import Registry, Servicer
 from tie.cloudboard.standby import StandbyPool
@@ -16,6 +16,17 @@ from tie.daemon import log, rpc, service
 from tie.daemon.config import CloudBoardConfig, NodeConfig
 from tie.daemon.errors import ConfigError
 from tie.proto import cloudboard_pb2_grpc
+
+# Of the connections, which have them from the listening socket. Peers that vanish without a word are noticed by the
+# kernel: where nothing is under way by its probes, else because they do not acknowledge what they were sent.
+_OPTIONS: Final = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
+)
 
 
 async def serve(config: NodeConfig, lifetime: service.Lifetime) -> None:
@@ -31,18 +42,15 @@ async def serve(config: NodeConfig, lifetime: service.Lifetime) -> None:
     def register(server: grpc.aio.Server) -> None:
         cloudboard_pb2_grpc.add_CloudBoardServicer_to_server(Servicer(registry), server)
 
-    listening = listen(config.cloudboard)
-    async with rpc.connect(config.sockets.kps) as kps:
-        ingress = Ingress(config, registry, pool, Statements(kps), keys.read_statement_public(config))
-        async with rpc.serve(config.sockets.node, register, metrics=ingress.metrics.text), pool.running():
-            log.event("ingress.listening", port=listening.getsockname()[1])
-            lifetime.ready()
-            await serve_http(
-                ingress,  # type: ignore[arg-type] # plain ASGI dictionaries instead of the server's own types
-                http_config(listening, config.cloudboard),
-                shutdown_trigger=lifetime.stopping.wait,
-                mode="asgi",
-            )
+    with listen(config.cloudboard) as listening:
+        async with rpc.connect(config.sockets.kps) as kps:
+            ingress = Ingress(config, registry, pool, Statements(kps), keys.read_statement_public(config))
+            server = Server(ingress, limits(config.cloudboard))
+            ingress.metrics.watch(server)
+            async with rpc.serve(config.sockets.node, register, metrics=ingress.metrics.text), pool.running():
+                log.event("ingress.listening", port=listening.getsockname()[1])
+                lifetime.ready(config.sockets.node)
+                await server.serve(listening, lifetime.stopping)
 
 
 def listen(config: CloudBoardConfig) -> socket.socket:
@@ -55,8 +63,10 @@ def listen(config: CloudBoardConfig) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for level, option, value in _OPTIONS:
+            listening.setsockopt(level, option, value)
         listening.bind((config.host, config.port))
+        listening.listen()  # who comes before the server accepts waits for it
     except OSError as error:
         listening.close()
         raise ConfigError(
@@ -65,19 +75,16 @@ def listen(config: CloudBoardConfig) -> socket.socket:
     return listening
 
 
-def http_config(listening: socket.socket, config: CloudBoardConfig) -> Config:
-    """The HTTP server's settings: HTTP/2 by prior knowledge and HTTP/1.1, in clear, no logs of its own."""
-    settings = Config()
-    settings.bind = [f"fd://{listening.detach()}"]
-    settings.accesslog = settings.errorlog = None
-    settings.include_server_header = False
-    settings.h2_max_concurrent_streams = config.max_in_flight
-    # When it is reached the server closes the connection under the requests that still run on it.
-    settings.keep_alive_max_requests = sys.maxsize
-    # The server holds a connection this long after its client has closed it, and devices use one for each request.
-    settings.keep_alive_timeout = 5.0
-    settings.graceful_timeout = 5.0
-    return settings
+def limits(config: CloudBoardConfig) -> Limits:
+    """The HTTP server's limits, as far as this process can keep them."""
+    connections = affordable(config.max_connections, config.max_in_flight + config.standby)
+    if connections < config.max_connections:
+        log.event("ingress.few-descriptors", count=connections)
+    return Limits(
+        connections=connections,
+        connections_per_peer=config.max_connections_per_peer or connections,
+        streams=config.max_in_flight,
+    )
 
 
 def main() -> None:

@@ -41,9 +41,13 @@ class Registry:
         """Whom this CloudBoard serves."""
         return self._node_id
 
+    def has_room(self) -> bool:
+        """Whether a request would be admitted now."""
+        return self.takes_requests() and self.in_flight < self._max_in_flight
+
     def begin(self) -> bool:
         """Admits one request and counts it; False when the node takes none now."""
-        if not self.takes_requests() or self.in_flight >= self._max_in_flight:
+        if not self.has_room():
             return False
         self.in_flight += 1
         self._wake()

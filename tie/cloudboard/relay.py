@@ -14,7 +14,7 @@ from tie.envelope.errors import EnvelopeError
 from tie.proto import app_pb2, envelope_pb2
 
 WRITE_S: Final = 30.0
-LINGER_S: Final = 2.0
+LINGER_S: Final = 10.0  # the ingress closes at once; on a machine that is late with everything it must still hear
 GRACE_S: Final = 10.0  # beyond the limits that others keep: they say by themselves that time is up
 _BODY_OVERHEAD: Final = 32  # of an AppIn around the bytes it carries
 FRAME_LIMIT: Final = stream.Direction.REQUEST.max_ciphertext_bytes + 4096
@@ -177,23 +177,28 @@ async def cancel(*tasks: "asyncio.Task[object]") -> None:
 
 
 async def _upload(config: AppConfig, ingress: Link, app: Link, opener: stream.Opener, answer: Answer) -> None:
-    """Opens request segments towards the app, then watches for the ingress's end. Returns only when the app is gone."""
-    room = config.max_request_bytes
+    """Opens the request for the app, then watches for the ingress's end. Returns only when the app is gone.
+
+    Nothing of a request reaches the app before its last segment has verified: what was changed, reordered or cut short
+    on the way is refused unseen.
+    """
+    room, pieces = config.max_request_bytes, []
     while not opener.ended:
         message = await read_ingress(ingress, config.idle_timeout_s + GRACE_S, may_end=True)
         try:
-            data = opener.open(message.segment.ciphertext, last=message.segment.last)
+            pieces.append(opener.open(message.segment.ciphertext, last=message.segment.last))
         except EnvelopeError:
             raise JobEndedError(envelope_pb2.JOB_REFUSED) from None
-        room -= len(data)
+        room -= len(pieces[-1])
         if room < 0:
             raise JobEndedError(envelope_pb2.JOB_TOO_LARGE)
-        try:
-            await _forward(config, app, data, last=opener.ended)
-        except PeerDiedError:
-            return  # what it still said, or that it said nothing, is the download's to tell
-        except PeerTimeoutError:
-            raise JobEndedError(envelope_pb2.JOB_FAILED) from None
+    try:
+        for number, piece in enumerate(pieces, start=1):
+            await _forward(config, app, piece, last=number == len(pieces))
+    except PeerDiedError:
+        return  # what it still said, or that it said nothing, is the download's to tell
+    except PeerTimeoutError:
+        raise JobEndedError(envelope_pb2.JOB_FAILED) from None
     await answer.accept()
     await read_ingress(ingress, config.time_limit_s + 2 * GRACE_S)
     raise IngressGoneError  # nothing but an abort may follow the last segment

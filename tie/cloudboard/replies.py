@@ -22,6 +22,7 @@ class Reply:
 
 REPLIES: Final = MappingProxyType(
     {
+        "bad_request": Reply(400, "what arrived is not HTTP as this server speaks it"),
         "bad_frame": Reply(400, "the request body is not a header frame followed by segment frames"),
         "bad_version": Reply(400, "the sealed protocol's version is not served here"),
         "truncated": Reply(400, "the request ended before its last segment"),
@@ -33,6 +34,7 @@ REPLIES: Final = MappingProxyType(
         "unknown_key": Reply(409, "the node has another key now: fetch its statement again and seal anew"),
         "replayed": Reply(409, "this envelope has been used before: seal anew"),
         "too_large": Reply(413, "the request is over the node's limit"),
+        "headers_too_large": Reply(431, "the request's head is over the server's limit"),
         "failed": Reply(502, "the node lost the request"),
         "busy": Reply(503, "the node takes no requests now: try another, or again"),
         "unavailable": Reply(503, "the node has no key to seal to now: try again"),

@@ -16,6 +16,7 @@ from tie.proto import envelope_pb2
 READY_S: Final = 65.0  # a little more than the jobhelper gives its app
 WRITE_S: Final = 30.0
 _FRAME_LIMIT: Final = Direction.RESPONSE.max_ciphertext_bytes + 4096
+_BREATH_S: Final = 1.0  # from a request's start until the pool is filled up: they often come in bursts
 _BACKOFF_S: Final = (0.2, 5.0)  # first and longest pause after a jobhelper that did not become ready
 
 
@@ -64,16 +65,11 @@ class Jobhelper:
         """The next message, or None at the end. Raises as `frames.read_message`."""
         return await frames.read_message(self._reader, envelope_pb2.JobOut, limit=_FRAME_LIMIT, timeout=timeout)
 
-    def end(self) -> None:
-        """Ends our half: nothing more of the request will come."""
-        if self._writer.can_write_eof() and not self._writer.is_closing():
-            self._writer.write_eof()
-
     def close(self) -> None:
         """Closes the connection; the jobhelper stops its app."""
         if self._watch is not None:
             self._watch.cancel()
-        self._writer.close()
+        self._writer.transport.abort()  # what it has not read yet, it need not read any more
 
     def watch(self, gone: asyncio.Event) -> None:
         """While it stands by: sets `gone` as soon as it has ended."""
@@ -150,11 +146,14 @@ class StandbyPool:
         pause = _BACKOFF_S[0]
         while True:
             self._room.clear()
-            if not self._registry.takes_requests() or len(self._idle) >= self._size:
+            full = len(self._idle) >= self._size
+            if full or not self._registry.takes_requests():
                 await self._room.wait()
+                if full:
+                    # Filling up is no hurry: the requests that begin now need the cores more. One at a time, therefore.
+                    await asyncio.sleep(_BREATH_S)
                 continue
             try:
-                # One at a time: filling up is no hurry, and requests need the cores more.
                 jobhelper = await self.new()
             except NoJobhelperError as error:
                 log.failure("standby.failed", error)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from tie.daemon.errors import ConfigError
+from tie.daemon.sockets import Sockets
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -41,10 +42,10 @@ class RuntimeConfig(_Table, frozen=True):
     """The AFM Runtime: executor and scheduler."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    executor: Literal["torch", "native"] = "torch"  # native: the compiled CPU step; torch where that is not built
-    dtype: Literal["f32", "bf16"] = "bf16"  # of torch's weights
-    weights: Literal["q4", "q8", "bf16"] = "bf16"  # how native keeps them: 4 bits, 8 bits, or 16
-    threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: one per core
+    executor: Literal["auto", "torch", "native"] = "auto"  # native: the compiled CPU step; auto: it, where it can run
+    dtype: Literal["f32", "bf16"] = "bf16"  # of torch's weights; f32 is torch's alone
+    weights: Literal["auto", "q4", "q8", "bf16"] = "auto"  # how native keeps them; auto: as the bundle stores them
+    threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: one per core, and native takes fewer while others use them
     block_tokens: Count = 16
     kv_tokens: Count = 32768  # capacity of the paged KV pool, in tokens
     max_running: Count = 32  # sequences in one batch
@@ -73,12 +74,16 @@ class GpuHealthConfig(_Table, frozen=True):
 
     provider: Literal["cpu", "nvml"] = "cpu"
     poll_interval_s: Seconds = 2.0
-    stale_after_s: Seconds = 6.0
+    stale_after_s: Seconds = 4.0
     recover_after_polls: Count = 3
     min_available_bytes: int = 256 * 1024 * 1024
     max_load_per_core: float = 64.0
     max_temperature_c: float = 100.0
     expected_devices: Annotated[int, msgspec.Meta(ge=0)] = 0  # fewer GPUs than this is a fault; 0: whatever is there
+    expected_nvlinks: Annotated[int, msgspec.Meta(ge=0)] = 0  # of each GPU; fewer active ones are a fault
+    confidential: bool = False  # whether GPUs must be in confidential-computing mode
+    kernel_log: str = "/dev/kmsg"  # where the kernel's XIDs are read; not readable: only the driver's events are
+    policy_file: str = ""  # moves conditions between verdicts
 
 
 class ControllerConfig(_Table, frozen=True):
@@ -91,6 +96,8 @@ class ControllerConfig(_Table, frozen=True):
     fresh_runtime_deadline_s: Seconds = 180.0
     error_grace_s: Seconds = 5.0  # an error that mends itself within this time costs no recycle
     error_backoff_s: Seconds = 10.0  # between two out-of-cycle recycles; doubles up to ten times this
+    error_attempts: Count = 4  # such recycles without lasting peace: then the owner is ended, then the node gives up
+    give_up_s: Seconds = 1800.0  # a node that has been away for so long gives up and calls somebody
     heartbeat_s: Seconds = 2.0
 
 
@@ -108,6 +115,7 @@ class AppConfig(_Table, frozen=True):
     cache_timeout_s: Seconds = 2.0  # what a conversation's cache may take of a request; then the prompt is computed
     cache_ttl_s: Seconds = 3600.0  # of what is saved after a turn; the store may allow less
     save_deadline_s: Seconds = 10.0  # for saving it, after the answer
+    cache_without_turn_key: bool = True  # under a key of the request's own; nobody can open it once that has ended
 
 
 class CloudBoardConfig(_Table, frozen=True):
@@ -117,7 +125,11 @@ class CloudBoardConfig(_Table, frozen=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8443
     standby: Annotated[int, msgspec.Meta(ge=0, le=64)] = 2  # jobhelpers connected ahead of time, each to a ready app
     max_in_flight: Count = 256
-    request_deadline_s: Seconds = 660.0
+    request_deadline_s: Seconds = 660.0  # from a request's last byte to its answer's
+    max_connections: Count = 12_000
+    max_connections_per_peer: Annotated[int, msgspec.Meta(ge=0)] = 0  # from one address; 0: as many as in all
+    upload_deadline_s: Seconds = 120.0  # for a request to come in
+    upload_bytes: Annotated[int, msgspec.Meta(ge=32 * 1024 * 1024)] = 256 * 1024 * 1024  # not yet accepted, in all
 
 
 class KpsConfig(_Table, frozen=True):
@@ -138,6 +150,7 @@ class StoreConfig(_Table, frozen=True):
     max_connections: Count = 1024
     connection_bytes: Count = 1024 * 1024 * 1024  # what one connection may write, in all
     connection_entries: Count = 64
+    spare_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 * 1024 * 1024  # one memfd made ahead of need; 0: none
     write_deadline_s: Seconds = 60.0  # from `new` to `put`
 
 
@@ -158,95 +171,9 @@ class NodeConfig(_Table, frozen=True):
     store: StoreConfig = StoreConfig()
 
     @property
-    def sockets(self) -> "Sockets":
+    def sockets(self) -> Sockets:
         """Where every socket of this node is."""
         return Sockets(Path(self.run_dir))
-
-
-class Sockets(msgspec.Struct, frozen=True):
-    """Socket paths: one directory per edge of the process picture, so that one group can guard it."""
-
-    run_dir: Path
-
-    @property
-    def node(self) -> Path:
-        """CloudBoard's gRPC, for the controller."""
-        return self.run_dir / "cloudboard" / "node.sock"
-
-    @property
-    def jobhelper(self) -> Path:
-        """Accept=yes: one cb_jobhelper per connection, for CloudBoard's ingress."""
-        return self.run_dir / "jobhelper" / "jobhelper.sock"
-
-    @property
-    def kps(self) -> Path:
-        """The key protection service's gRPC, for jobhelpers."""
-        return self.run_dir / "kps" / "kps.sock"
-
-    @property
-    def app(self) -> Path:
-        """Accept=yes: one tie-cloud-app per connection, for jobhelpers."""
-        return self.run_dir / "app" / "app.sock"
-
-    @property
-    def triton(self) -> Path:
-        """Triton's gRPC, for apps and the probe. The server appends `:PORT` to the path that it is given."""
-        return self.run_dir / "runtime" / "triton.sock:1"
-
-    @property
-    def kv(self) -> Path:
-        """Kvxfer channel and death notice of the runtime, for apps and the probe."""
-        return self.run_dir / "runtime" / "kv.sock"
-
-    @property
-    def engine(self) -> Path:
-        """Private to the runtime container: probe to engine."""
-        return self.run_dir / "engine" / "engine.sock"
-
-    @property
-    def probe(self) -> Path:
-        """The status probe's gRPC, for the controller."""
-        return self.run_dir / "probe" / "probe.sock"
-
-    @property
-    def owner(self) -> Path:
-        """The model owner's attach channel, for the runtime."""
-        return self.run_dir / "owner" / "owner.sock"
-
-    @property
-    def owner_control(self) -> Path:
-        """The model owner's gRPC, for the controller."""
-        return self.run_dir / "owner-control" / "control.sock"
-
-    @property
-    def gpuhealth(self) -> Path:
-        """Gpuhealthd's gRPC, for the controller."""
-        return self.run_dir / "gpuhealth" / "gpuhealth.sock"
-
-    @property
-    def store(self) -> Path:
-        """The cache store's channel, for apps."""
-        return self.run_dir / "store" / "store.sock"
-
-    @property
-    def store_control(self) -> Path:
-        """The cache store's gRPC (its metrics), for the controller and operators."""
-        return self.run_dir / "store-control" / "control.sock"
-
-    @property
-    def control(self) -> Path:
-        """The controller's gRPC, for operators."""
-        return self.run_dir / "control" / "control.sock"
-
-    @property
-    def binding_key(self) -> Path:
-        """The node's binding key (raw private key), read by jobhelpers; its public half beside it as `.pub`."""
-        return self.run_dir / "keys" / "binding.key"
-
-    @property
-    def statement_key(self) -> Path:
-        """The fleet's statement key (Ed25519 seed), read by the key protection service; public half as `.pub`."""
-        return self.run_dir / "keys" / "statement.key"
 
 
 def load(path: Path) -> NodeConfig:

@@ -18,6 +18,9 @@ from tie.daemon import log
 from tie.daemon.errors import TieError, UserError
 from tie.daemon.hardening import protect_process
 from tie.daemon.notify import notify, watchdog_interval
+from tie.daemon.socket_guard import identity
+
+_LOOK_S = 1.0  # between two looks at the sockets' files
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -34,11 +37,28 @@ class Lifetime:
     def __init__(self, name: str) -> None:
         self.stopping = asyncio.Event()
         self._name = name
+        self._guard: asyncio.Task[None] | None = None
 
-    def ready(self) -> None:
-        """Says that the daemon serves: to systemd and to the log."""
+    def ready(self, *sockets: Path) -> None:
+        """Says that the daemon serves: to systemd and to the log.
+
+        Args:
+            sockets: what it serves on. When one loses its file, nobody new can reach the daemon: then it asks itself to
+                end, and whatever supervises it starts another, with sockets of its own.
+        """
         notify("READY=1")
         log.event("daemon.ready", daemon=self._name)
+        if sockets:
+            self._guard = asyncio.create_task(self._watch({path: identity(path) for path in sockets}))
+
+    async def _watch(self, sockets: dict[Path, tuple[int, int] | None]) -> None:
+        while not self.stopping.is_set():
+            for path, ours in sockets.items():
+                if identity(path) != ours:
+                    log.event("socket.lost", daemon=self._name, socket=str(path))
+                    self.stop()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.stopping.wait(), _LOOK_S)
 
     def stop(self) -> None:
         """Asks the daemon to end."""

@@ -5,12 +5,13 @@ threads into a process that lives for one request. A dead runtime is seen on kv.
 of a dead backend open in silence.
 """
 
+import asyncio
 import importlib
 import importlib.util
 import struct
 import sys
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Final, Self
@@ -26,6 +27,7 @@ from tie.proto import runtime_pb2
 MODEL: Final = "afm"
 INPUT: Final = "request"
 OUTPUT: Final = "event"
+_END_S: Final = 1.0
 _LENGTH: Final = struct.Struct("<I")  # how Triton frames each element of a BYTES tensor
 # What Triton says, word for word, when its backend is gone or it is about to go itself.
 _GONE: Final = ("is not healthy", "unknown model", "unavailable", "shutting down")
@@ -106,15 +108,17 @@ class TritonClient:
             ProtocolError: Triton refused the request, or sent what is no event.
         """
         call = self._stub.ModelStreamInfer(timeout=timeout)
+        final = False
         try:
             await call.write(_infer_request(request))
             await call.done_writing()
             async for reply in call:
                 if reply.error_message:
                     raise _refusal(reply.error_message)
+                final = reply.infer_response.parameters["triton_final_response"].bool_param
                 if reply.infer_response.raw_output_contents:
-                    yield _event(reply.infer_response.raw_output_contents[0])
-                if reply.infer_response.parameters["triton_final_response"].bool_param:
+                    yield parse(reply.infer_response.raw_output_contents[0], runtime_pb2.GenerateEvent)
+                if final:
                     return
             raise PeerDiedError("the runtime ended the stream without an end")
         except grpc.aio.AioRpcError as error:
@@ -123,7 +127,19 @@ class TritonClient:
             # write() on a call that ended before it began.
             raise _failure_of_code(await call.code()) from None
         finally:
+            if final:
+                await _ended(call)
             call.cancel()
+
+
+async def _ended(call: Any) -> None:
+    """Waits for Triton to end a stream whose last response has come.
+
+    A cancellation that meets this end makes Triton keep the request, and with it the client's connection, for ever.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_END_S):
+            await call.code()
 
 
 def _infer_request(request: runtime_pb2.GenerateRequest) -> Any:
@@ -134,12 +150,6 @@ def _infer_request(request: runtime_pb2.GenerateRequest) -> Any:
     message.inputs.add(name=INPUT, datatype="BYTES", shape=[1])
     message.raw_input_contents.append(_LENGTH.pack(len(payload)) + payload)
     return message
-
-
-def _event(tensor: bytes) -> runtime_pb2.GenerateEvent:
-    if len(tensor) < _LENGTH.size or len(tensor) != _LENGTH.size + _LENGTH.unpack_from(tensor)[0]:
-        raise ProtocolError("the runtime's answer is not one element of bytes")
-    return parse(tensor[_LENGTH.size :], runtime_pb2.GenerateEvent)
 
 
 def _refusal(text: str) -> PeerError:

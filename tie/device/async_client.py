@@ -10,16 +10,18 @@ import httpx
 
 from tie.device import transport
 from tie.device.answer import Delta, Result
-from tie.device.errors import EnvelopeRefusedError
+from tie.device.errors import EnvelopeRefusedError, NodeBusyError, UnreachableError
+from tie.device.nodes import Node, Nodes, untouched
 from tie.device.request import Message, Options, build
 from tie.device.session import Session, reply_error
+from tie.device.transport import Stage, mapped
 from tie.device.trust import MAX_REPLY_BYTES, Trust
 from tie.envelope.statement import NodeKey
 from tie.proto import request_pb2
 
 
 class AsyncClient:
-    """Talks to one node's ingress.
+    """Talks to a node's ingress, or to the first of several that takes the request.
 
     async with AsyncClient("http://127.0.0.1:8443", "statement.pub") as client:
         answer = await client.chat([{"role": "user", "content": "Hello"}], model="smollm2")
@@ -29,7 +31,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        url: str,
+        url: str | Iterable[str],
         statement_key: bytes | str | Path | None = None,
         *,
         trust_on_first_use: bool = False,
@@ -37,7 +39,7 @@ class AsyncClient:
     ) -> None:
         """Connects to nothing yet. Arguments and errors as `tie.device.client.Client`."""
         self._trust = Trust(statement_key, trust_on_first_use=trust_on_first_use)
-        self._address = transport.Address(url, silence_s)
+        self._nodes = Nodes(url, silence_s, self._trust)
         self._answers: weakref.WeakSet[AsyncAnswer] = weakref.WeakSet()
 
     @property
@@ -54,19 +56,23 @@ class AsyncClient:
         return await self.send(build(model=model, prompt=prompt, **options))
 
     async def send(self, request: request_pb2.InferenceRequest) -> "AsyncAnswer":
-        """Seals and sends `request`; returns when the node has accepted it.
+        """Seals and sends `request`; returns when a node has accepted it.
 
         Raises:
-            TieError: it did not; tie.device.errors lists how.
+            TieError: none did; tie.device.errors lists how.
         """
-        try:
-            return await self._post(request)
-        except EnvelopeRefusedError as error:
-            if error.code != "unknown_key":
-                raise
-        # The node's key was replaced before anything was opened: seal once more, to the new one and under a new DEK.
-        self._trust.forget()
-        return await self._post(request)
+        refusals: list[NodeBusyError | UnreachableError] = []
+        for node in self._nodes.in_order():
+            try:
+                answer = await self._send(node, request)
+            except (NodeBusyError, UnreachableError) as error:
+                if not untouched(error):
+                    raise
+                refusals.append(error)
+            else:
+                self._nodes.prefer(node)
+                return answer
+        raise next((error for error in refusals if isinstance(error, NodeBusyError)), refusals[0])
 
     async def node(self) -> NodeKey:
         """The node's verified key, fetched when there is none that still holds.
@@ -75,12 +81,7 @@ class AsyncClient:
             StatementError: the node's statement is not to be believed.
             TieError: it cannot be fetched.
         """
-        known = self._trust.node
-        if known is not None:
-            return known
-        if self._trust.pinned is None:
-            self._trust.pin(await self._get(transport.STATEMENT_KEY_PATH))
-        return self._trust.accept(await self._get(transport.NODE_PATH))
+        return await self._key(self._nodes.first)
 
     async def close(self) -> None:
         """Stops the answers that are still on their way."""
@@ -95,20 +96,38 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _get(self, path: str) -> bytes:
-        with transport.mapped(answering=False):
+    async def _send(self, node: Node, request: request_pb2.InferenceRequest) -> "AsyncAnswer":
+        try:
+            return await self._post(node, request)
+        except EnvelopeRefusedError as error:
+            if error.code != "unknown_key":
+                raise
+        # The node's key was replaced before anything was opened: seal once more, to the new one and under a new DEK.
+        node.forget()
+        return await self._post(node, request)
+
+    async def _key(self, node: Node) -> NodeKey:
+        known = node.key
+        if known is not None:
+            return known
+        if self._trust.pinned is None:
+            self._trust.pin(await self._get(node, transport.STATEMENT_KEY_PATH))
+        return node.accept(await self._get(node, transport.NODE_PATH))
+
+    async def _get(self, node: Node, path: str) -> bytes:
+        with mapped(Stage.ASKING):
             async with (
-                self._address.async_client() as http,
+                node.address.async_client() as http,
                 http.stream("GET", path, timeout=transport.STATEMENT_S) as response,
             ):
                 await _require_ok(response)
                 return await _read_all(response)
 
-    async def _post(self, request: request_pb2.InferenceRequest) -> "AsyncAnswer":
-        session = Session(await self.node(), request)
-        http = self._address.async_client()
+    async def _post(self, node: Node, request: request_pb2.InferenceRequest) -> "AsyncAnswer":
+        session = Session(await self._key(node), request)
+        http = node.address.async_client()
         try:
-            with transport.mapped(answering=False):
+            with mapped(Stage.SENDING):
                 outgoing = http.build_request("POST", transport.REQUESTS_PATH, content=session.body)
                 response = await http.send(outgoing, stream=True)
                 await _require_ok(response)
@@ -160,7 +179,7 @@ class AsyncAnswer:
 
     async def _read(self) -> AsyncGenerator[Delta, None]:
         try:
-            with transport.mapped(answering=True):
+            with mapped(Stage.ANSWERING):
                 async for data in self._response.aiter_raw():
                     for delta in self._session.feed(data):
                         yield delta

@@ -10,16 +10,20 @@ import httpx
 
 from tie.device import transport
 from tie.device.answer import Delta, Result
-from tie.device.errors import EnvelopeRefusedError
+from tie.device.errors import EnvelopeRefusedError, NodeBusyError, UnreachableError
+from tie.device.nodes import Node, Nodes, untouched
 from tie.device.request import Message, Options, build
 from tie.device.session import Session, reply_error
+from tie.device.transport import Stage, mapped
 from tie.device.trust import MAX_REPLY_BYTES, Trust
 from tie.envelope.statement import NodeKey
 from tie.proto import request_pb2
 
 
 class Client:
-    """Talks to one node's ingress. Safe to use from several threads, one answer each.
+    """Talks to a node's ingress, or to the first of several that takes the request.
+
+    Safe to use from several threads, one answer each.
 
     with Client("http://127.0.0.1:8443", "statement.pub") as client:
         for delta in client.chat([{"role": "user", "content": "Hello"}], model="smollm2"):
@@ -28,7 +32,7 @@ class Client:
 
     def __init__(
         self,
-        url: str,
+        url: str | Iterable[str],
         statement_key: bytes | str | Path | None = None,
         *,
         trust_on_first_use: bool = False,
@@ -37,7 +41,8 @@ class Client:
         """Connects to nothing yet.
 
         Args:
-            url: of the ingress.
+            url: of the ingress; or several, of nodes of one fleet. A request goes to the next one when the one before
+                it is busy or not there: when nothing of it can have been read, and in no other case.
             statement_key: the fleet's public statement key: 32 bytes, or the path of `statement.pub`.
             trust_on_first_use: without a `statement_key`, believe the first one that the ingress gives.
             silence_s: the longest time without a byte of an answer.
@@ -46,7 +51,7 @@ class Client:
             ConfigError: neither a statement key nor permission to trust one, or the file is no such key.
         """
         self._trust = Trust(statement_key, trust_on_first_use=trust_on_first_use)
-        self._address = transport.Address(url, silence_s)
+        self._nodes = Nodes(url, silence_s, self._trust)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
 
     @property
@@ -63,19 +68,23 @@ class Client:
         return self.send(build(model=model, prompt=prompt, **options))
 
     def send(self, request: request_pb2.InferenceRequest) -> "Answer":
-        """Seals and sends `request`; returns when the node has accepted it.
+        """Seals and sends `request`; returns when a node has accepted it.
 
         Raises:
-            TieError: it did not; tie.device.errors lists how.
+            TieError: none did; tie.device.errors lists how.
         """
-        try:
-            return self._post(request)
-        except EnvelopeRefusedError as error:
-            if error.code != "unknown_key":
-                raise
-        # The node's key was replaced before anything was opened: seal once more, to the new one and under a new DEK.
-        self._trust.forget()
-        return self._post(request)
+        refusals: list[NodeBusyError | UnreachableError] = []
+        for node in self._nodes.in_order():
+            try:
+                answer = self._send(node, request)
+            except (NodeBusyError, UnreachableError) as error:
+                if not untouched(error):
+                    raise
+                refusals.append(error)
+            else:
+                self._nodes.prefer(node)
+                return answer
+        raise next((error for error in refusals if isinstance(error, NodeBusyError)), refusals[0])
 
     def node(self) -> NodeKey:
         """The node's verified key, fetched when there is none that still holds.
@@ -84,12 +93,7 @@ class Client:
             StatementError: the node's statement is not to be believed.
             TieError: it cannot be fetched.
         """
-        known = self._trust.node
-        if known is not None:
-            return known
-        if self._trust.pinned is None:
-            self._trust.pin(self._get(transport.STATEMENT_KEY_PATH))
-        return self._trust.accept(self._get(transport.NODE_PATH))
+        return self._key(self._nodes.first)
 
     def close(self) -> None:
         """Stops the answers that are still on their way."""
@@ -104,20 +108,38 @@ class Client:
     ) -> None:
         self.close()
 
-    def _get(self, path: str) -> bytes:
+    def _send(self, node: Node, request: request_pb2.InferenceRequest) -> "Answer":
+        try:
+            return self._post(node, request)
+        except EnvelopeRefusedError as error:
+            if error.code != "unknown_key":
+                raise
+        # The node's key was replaced before anything was opened: seal once more, to the new one and under a new DEK.
+        node.forget()
+        return self._post(node, request)
+
+    def _key(self, node: Node) -> NodeKey:
+        known = node.key
+        if known is not None:
+            return known
+        if self._trust.pinned is None:
+            self._trust.pin(self._get(node, transport.STATEMENT_KEY_PATH))
+        return node.accept(self._get(node, transport.NODE_PATH))
+
+    def _get(self, node: Node, path: str) -> bytes:
         with (
-            transport.mapped(answering=False),
-            self._address.client() as http,
+            mapped(Stage.ASKING),
+            node.address.client() as http,
             http.stream("GET", path, timeout=transport.STATEMENT_S) as response,
         ):
             _require_ok(response)
             return _read_all(response)
 
-    def _post(self, request: request_pb2.InferenceRequest) -> "Answer":
-        session = Session(self.node(), request)
-        http = self._address.client()
+    def _post(self, node: Node, request: request_pb2.InferenceRequest) -> "Answer":
+        session = Session(self._key(node), request)
+        http = node.address.client()
         try:
-            with transport.mapped(answering=False):
+            with mapped(Stage.SENDING):
                 outgoing = http.build_request("POST", transport.REQUESTS_PATH, content=session.body)
                 response = http.send(outgoing, stream=True)
                 _require_ok(response)
@@ -169,7 +191,7 @@ class Answer:
 
     def _read(self) -> Generator[Delta, None, None]:
         try:
-            with transport.mapped(answering=True):
+            with mapped(Stage.ANSWERING):
                 for data in self._response.iter_raw():
                     yield from self._session.feed(data)
             self._session.end()

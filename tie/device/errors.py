@@ -56,7 +56,15 @@ class EnvelopeRefusedError(RefusedError):
 
 
 class UnreachableError(PeerError):
-    """Nothing answers at the node's address, or it is no ingress of ours."""
+    """Nothing answers at the node's address, or it is no ingress of ours.
+
+    Attributes:
+        sent: whether a request was on its way: it may have been read.
+    """
+
+    def __init__(self, message: str, *, sent: bool = False) -> None:
+        super().__init__(message)
+        self.sent = sent
 
 
 class NodeFailedError(PeerError):
@@ -93,6 +101,7 @@ _FAILURES: Final = MappingProxyType(
         app_pb2.STATUS_CANCELLED: "the request was cancelled",
         app_pb2.STATUS_INTERNAL: "the node failed",
         app_pb2.STATUS_APP_DIED: "the process that served the request ended",
+        app_pb2.STATUS_REPLACED: "the node had to restart before the answer was done: send it again",
     }
 )
 
@@ -127,7 +136,7 @@ def from_code(code: str) -> TieError:
             return TruncatedError("the request did not arrive whole")
         case "failed":
             return NodeFailedError("the node lost the request", status=code)
-        case "bad_frame":
+        case "bad_frame" | "bad_request" | "headers_too_large":
             return RequestRefusedError("the ingress did not understand the request", status=code)
         case _:
             return UnreachableError("the address answers, but not as a node's ingress")

@@ -8,6 +8,7 @@ other.
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Final
 
 import httpx
@@ -63,18 +64,29 @@ class Address:
         )
 
 
-@contextmanager
-def mapped(*, answering: bool) -> Iterator[None]:
-    """Turns httpx's errors into ours.
+class Stage(Enum):
+    """How far an exchange has come, which says what its breaking off means."""
 
-    Args:
-        answering: whether the answer had begun.
-    """
+    ASKING = "asking"  # for a statement: nothing private is under way
+    SENDING = "sending"  # a request, until its answer begins
+    ANSWERING = "answering"
+
+
+@contextmanager
+def mapped(stage: Stage) -> Iterator[None]:
+    """Turns httpx's errors into ours."""
     try:
         yield
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise UnreachableError("no node answers at this address") from error
+    except UnreachableError as error:
+        error.sent = stage is not Stage.ASKING  # whoever replied has seen the request
+        raise
     except httpx.TimeoutException as error:
+        if stage is Stage.ASKING:
+            raise UnreachableError("the node did not answer in time") from error
         raise PeerTimeoutError("the node did not answer in time") from error
     except httpx.TransportError as error:
-        if answering:
+        if stage is Stage.ANSWERING:
             raise TruncatedError("the answer stopped before its end") from error
-        raise UnreachableError("no node answers at this address") from error
+        raise UnreachableError("no node answers at this address", sent=stage is Stage.SENDING) from error

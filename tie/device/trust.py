@@ -16,7 +16,7 @@ MAX_REPLY_BYTES: Final = 64 * 1024
 
 
 class Trust:
-    """The pinned statement key and the last statement that it vouched for.
+    """The pinned statement key.
 
     Attributes:
         pinned: the raw key, or None before first use.
@@ -34,14 +34,11 @@ class Trust:
                 hint="give the fleet's statement.pub (a file or 32 bytes), or say trust_on_first_use=True",
             )
         self.pinned = None if statement_key is None else _read(statement_key)
-        self._node: NodeKey | None = None
 
-    @property
-    def node(self) -> NodeKey | None:
-        """The node's key, as long as its statement is good for some time yet."""
-        if self._node is not None and time.time() + _RENEW_S < self._node.not_after:
-            return self._node
-        return None
+    @staticmethod
+    def holds(key: NodeKey) -> bool:
+        """Whether a verified key is good for some time yet."""
+        return time.time() + _RENEW_S < key.not_after
 
     def pin(self, key: bytes) -> None:
         """Trusts `key`, on first use.
@@ -53,8 +50,8 @@ class Trust:
             raise UnreachableError("the address answers, but not as a node's ingress")
         self.pinned = key
 
-    def accept(self, received: bytes) -> NodeKey:
-        """Verifies a statement and remembers it.
+    def verify(self, received: bytes) -> NodeKey:
+        """The key that a statement vouches for.
 
         Raises:
             StatementError: it is not to be believed.
@@ -64,12 +61,7 @@ class Trust:
             message = parse(received, kps_pb2.KeyStatement)
         except ProtocolError:
             raise UnreachableError("the address answers, but not as a node's ingress") from None
-        self._node = statement.verify(message, self.pinned or b"", now=time.time())
-        return self._node
-
-    def forget(self) -> None:
-        """The node has another key now."""
-        self._node = None
+        return statement.verify(message, self.pinned or b"", now=time.time())
 
 
 def _read(source: bytes | str | Path) -> bytes:

@@ -55,6 +55,8 @@ class _StatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Status.ValueTy
     """the constraint does not compile, is too large, or dead-ends"""
     STATUS_APP_DIED: _Status.ValueType  # 15
     """said by the jobhelper when the app ended without `done`"""
+    STATUS_REPLACED: _Status.ValueType  # 16
+    """cut: the runtime was replaced before the answer was done; it may be sent again"""
 
 class Status(_Status, metaclass=_StatusEnumTypeWrapper):
     """The closed set of outcomes. New ones are added here, nowhere else."""
@@ -84,6 +86,8 @@ STATUS_GRAMMAR_REFUSED: Status.ValueType  # 14
 """the constraint does not compile, is too large, or dead-ends"""
 STATUS_APP_DIED: Status.ValueType  # 15
 """said by the jobhelper when the app ended without `done`"""
+STATUS_REPLACED: Status.ValueType  # 16
+"""cut: the runtime was replaced before the answer was done; it may be sent again"""
 Global___Status: _TypeAlias = Status  # noqa: Y015
 
 class _FinishReason:

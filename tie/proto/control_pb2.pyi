@@ -235,6 +235,91 @@ class Event(_message.Message):
 Global___Event: _TypeAlias = Event  # noqa: Y015
 
 @_typing.final
+class GetEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAST_FIELD_NUMBER: _builtins.int
+    last: _builtins.int
+    def __init__(
+        self,
+        *,
+        last: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetEventsRequest: _TypeAlias = GetEventsRequest  # noqa: Y015
+
+@_typing.final
+class Happenings(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HAPPENINGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def happenings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Happening]: ...
+    def __init__(
+        self,
+        *,
+        happenings: _abc.Iterable[Global___Happening] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["happenings", b"happenings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Happenings: _TypeAlias = Happenings  # noqa: Y015
+
+@_typing.final
+class Happening(_message.Message):
+    """Something that happened to the node, and why. All words are stable codes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGE_S_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    age_s: _builtins.float
+    wall_s: _builtins.float
+    """time of day, seconds since 1970"""
+    kind: _builtins.str
+    """"state", "recycle", "recycled", "runtime", "peer", "gpu", "owner", "maintenance", "given-up" """
+    code: _builtins.str
+    """the reason, or what became of it"""
+    before: _builtins.str
+    """and after: for a state its names; for runtimes the first letters of their instances"""
+    after: _builtins.str
+    @_builtins.property
+    def more(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """all reasons at that moment"""
+
+    def __init__(
+        self,
+        *,
+        age_s: _builtins.float = ...,
+        wall_s: _builtins.float = ...,
+        kind: _builtins.str = ...,
+        code: _builtins.str = ...,
+        before: _builtins.str = ...,
+        after: _builtins.str = ...,
+        more: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "age_s", b"age_s", "before", b"before", "code", b"code", "kind", b"kind", "more", b"more", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Happening: _TypeAlias = Happening  # noqa: Y015
+
+@_typing.final
 class RecycleRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -59,6 +59,11 @@ class NodeControlStub:
                 request_serializer=tie_dot_proto_dot_control__pb2.WarmRequest.SerializeToString,
                 response_deserializer=tie_dot_proto_dot_control__pb2.NodeStatus.FromString,
                 _registered_method=True)
+        self.GetEvents = channel.unary_unary(
+                '/tie.control.NodeControl/GetEvents',
+                request_serializer=tie_dot_proto_dot_control__pb2.GetEventsRequest.SerializeToString,
+                response_deserializer=tie_dot_proto_dot_control__pb2.Happenings.FromString,
+                _registered_method=True)
 
 
 class NodeControlServicer:
@@ -94,6 +99,12 @@ class NodeControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetEvents(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -121,6 +132,11 @@ def add_NodeControlServicer_to_server(servicer, server):
                     servicer.Warm,
                     request_deserializer=tie_dot_proto_dot_control__pb2.WarmRequest.FromString,
                     response_serializer=tie_dot_proto_dot_control__pb2.NodeStatus.SerializeToString,
+            ),
+            'GetEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetEvents,
+                    request_deserializer=tie_dot_proto_dot_control__pb2.GetEventsRequest.FromString,
+                    response_serializer=tie_dot_proto_dot_control__pb2.Happenings.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -258,6 +274,33 @@ class NodeControl:
             '/tie.control.NodeControl/Warm',
             tie_dot_proto_dot_control__pb2.WarmRequest.SerializeToString,
             tie_dot_proto_dot_control__pb2.NodeStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tie.control.NodeControl/GetEvents',
+            tie_dot_proto_dot_control__pb2.GetEventsRequest.SerializeToString,
+            tie_dot_proto_dot_control__pb2.Happenings.FromString,
             options,
             channel_credentials,
             insecure,

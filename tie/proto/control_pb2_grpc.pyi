@@ -36,6 +36,7 @@ class NodeControlStub:
     Recycle: _grpc.UnaryStreamMultiCallable[_control_pb2.RecycleRequest, _control_pb2.RecycleProgress]
     SetMaintenance: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetMaintenanceRequest, _control_pb2.NodeStatus]
     Warm: _grpc.UnaryUnaryMultiCallable[_control_pb2.WarmRequest, _control_pb2.NodeStatus]
+    GetEvents: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetEventsRequest, _control_pb2.Happenings]
 
 @_typing.type_check_only
 class NodeControlAsyncStub(NodeControlStub):
@@ -45,6 +46,7 @@ class NodeControlAsyncStub(NodeControlStub):
     Recycle: _aio.UnaryStreamMultiCallable[_control_pb2.RecycleRequest, _control_pb2.RecycleProgress]  # type: ignore[assignment]
     SetMaintenance: _aio.UnaryUnaryMultiCallable[_control_pb2.SetMaintenanceRequest, _control_pb2.NodeStatus]  # type: ignore[assignment]
     Warm: _aio.UnaryUnaryMultiCallable[_control_pb2.WarmRequest, _control_pb2.NodeStatus]  # type: ignore[assignment]
+    GetEvents: _aio.UnaryUnaryMultiCallable[_control_pb2.GetEventsRequest, _control_pb2.Happenings]  # type: ignore[assignment]
 
 class NodeControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -81,5 +83,12 @@ class NodeControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.WarmRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.NodeStatus, _abc.Awaitable[_control_pb2.NodeStatus]]: ...
+
+    @_abc_1.abstractmethod
+    def GetEvents(
+        self,
+        request: _control_pb2.GetEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.Happenings, _abc.Awaitable[_control_pb2.Happenings]]: ...
 
 def add_NodeControlServicer_to_server(servicer: NodeControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -147,6 +147,7 @@ class Canary(_message.Message):
     LATENCY_S_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     ok: _builtins.bool
+    """passed; or late while the engine computed for others, with the error "canary-late" """
     age_s: _builtins.float
     latency_s: _builtins.float
     error: _builtins.str

@@ -24,27 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tie/proto/store.proto\x12\ttie.store\"\xb7\x01\n\x0cStoreRequest\x12\x1d\n\x03new\x18\x01 \x01(\x0b\x32\x0e.tie.store.NewH\x00\x12\x1d\n\x03put\x18\x02 \x01(\x0b\x32\x0e.tie.store.PutH\x00\x12\x1d\n\x03get\x18\x03 \x01(\x0b\x32\x0e.tie.store.GetH\x00\x12\x1f\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x0f.tie.store.DropH\x00\x12!\n\x05renew\x18\x05 \x01(\x0b\x32\x10.tie.store.RenewH\x00\x42\x06\n\x04kind\"\x13\n\x03New\x12\x0c\n\x04size\x18\x01 \x01(\x04\"$\n\x03Put\x12\r\n\x05index\x18\x01 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"\x14\n\x03Get\x12\r\n\x05index\x18\x01 \x01(\x0c\"\x15\n\x04\x44rop\x12\r\n\x05index\x18\x01 \x01(\x0c\"&\n\x05Renew\x12\r\n\x05index\x18\x01 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"?\n\nStoreReply\x12#\n\x07outcome\x18\x01 \x01(\x0e\x32\x12.tie.store.Outcome\x12\x0c\n\x04size\x18\x02 \x01(\x04*\x96\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_DONE\x10\x01\x12\x10\n\x0cOUTCOME_MISS\x10\x02\x12\x15\n\x11OUTCOME_TOO_LARGE\x10\x03\x12\x10\n\x0cOUTCOME_FULL\x10\x04\x12\x10\n\x0cOUTCOME_BUSY\x10\x05\x12\x13\n\x0fOUTCOME_INVALID\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tie/proto/store.proto\x12\ttie.store\"\xb7\x01\n\x0cStoreRequest\x12\x1d\n\x03new\x18\x01 \x01(\x0b\x32\x0e.tie.store.NewH\x00\x12\x1d\n\x03put\x18\x02 \x01(\x0b\x32\x0e.tie.store.PutH\x00\x12\x1d\n\x03get\x18\x03 \x01(\x0b\x32\x0e.tie.store.GetH\x00\x12\x1f\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x0f.tie.store.DropH\x00\x12!\n\x05renew\x18\x05 \x01(\x0b\x32\x10.tie.store.RenewH\x00\x42\x06\n\x04kind\"\x13\n\x03New\x12\x0c\n\x04size\x18\x01 \x01(\x04\"7\n\x03Put\x12\r\n\x05index\x18\x01 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\x12\x11\n\ttransient\x18\x03 \x01(\x08\"\x14\n\x03Get\x12\r\n\x05index\x18\x01 \x01(\x0c\"\x15\n\x04\x44rop\x12\r\n\x05index\x18\x01 \x01(\x0c\"&\n\x05Renew\x12\r\n\x05index\x18\x01 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"?\n\nStoreReply\x12#\n\x07outcome\x18\x01 \x01(\x0e\x32\x12.tie.store.Outcome\x12\x0c\n\x04size\x18\x02 \x01(\x04*\x96\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_DONE\x10\x01\x12\x10\n\x0cOUTCOME_MISS\x10\x02\x12\x15\n\x11OUTCOME_TOO_LARGE\x10\x03\x12\x10\n\x0cOUTCOME_FULL\x10\x04\x12\x10\n\x0cOUTCOME_BUSY\x10\x05\x12\x13\n\x0fOUTCOME_INVALID\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tie.proto.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OUTCOME']._serialized_start=432
-  _globals['_OUTCOME']._serialized_end=582
+  _globals['_OUTCOME']._serialized_start=451
+  _globals['_OUTCOME']._serialized_end=601
   _globals['_STOREREQUEST']._serialized_start=37
   _globals['_STOREREQUEST']._serialized_end=220
   _globals['_NEW']._serialized_start=222
   _globals['_NEW']._serialized_end=241
   _globals['_PUT']._serialized_start=243
-  _globals['_PUT']._serialized_end=279
-  _globals['_GET']._serialized_start=281
-  _globals['_GET']._serialized_end=301
-  _globals['_DROP']._serialized_start=303
-  _globals['_DROP']._serialized_end=324
-  _globals['_RENEW']._serialized_start=326
-  _globals['_RENEW']._serialized_end=364
-  _globals['_STOREREPLY']._serialized_start=366
-  _globals['_STOREREPLY']._serialized_end=429
+  _globals['_PUT']._serialized_end=298
+  _globals['_GET']._serialized_start=300
+  _globals['_GET']._serialized_end=320
+  _globals['_DROP']._serialized_start=322
+  _globals['_DROP']._serialized_end=343
+  _globals['_RENEW']._serialized_start=345
+  _globals['_RENEW']._serialized_end=383
+  _globals['_STOREREPLY']._serialized_start=385
+  _globals['_STOREREPLY']._serialized_end=448
 # @@protoc_insertion_point(module_scope)

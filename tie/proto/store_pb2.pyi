@@ -34,7 +34,7 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_FULL: _Outcome.ValueType  # 4
     """no room now, or this connection has written its share"""
     OUTCOME_BUSY: _Outcome.ValueType  # 5
-    """still mapped for writing, or sealed by the client"""
+    """its content is not sealed, or the client has sealed it for itself"""
     OUTCOME_INVALID: _Outcome.ValueType  # 6
     """not a request, or out of order: the connection ends"""
 
@@ -49,7 +49,7 @@ OUTCOME_TOO_LARGE: Outcome.ValueType  # 3
 OUTCOME_FULL: Outcome.ValueType  # 4
 """no room now, or this connection has written its share"""
 OUTCOME_BUSY: Outcome.ValueType  # 5
-"""still mapped for writing, or sealed by the client"""
+"""its content is not sealed, or the client has sealed it for itself"""
 OUTCOME_INVALID: Outcome.ValueType  # 6
 """not a request, or out of order: the connection ends"""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
@@ -113,27 +113,31 @@ Global___New: _TypeAlias = New  # noqa: Y015
 
 @_typing.final
 class Put(_message.Message):
-    """Files the memfd that the last `new` of this connection gave. The client must have unmapped it. An entry of that index
-    is replaced, atomically.
+    """Files the memfd that the last `new` of this connection gave. The client must have unmapped it and sealed its content
+    (F_SEAL_WRITE). An entry of that index is replaced, atomically.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    TRANSIENT_FIELD_NUMBER: _builtins.int
     index: _builtins.bytes
     """32 bytes"""
     ttl_ms: _builtins.int
     """0: as long as the store allows"""
+    transient: _builtins.bool
+    """it ends with this connection at the latest"""
     def __init__(
         self,
         *,
         index: _builtins.bytes = ...,
         ttl_ms: _builtins.int = ...,
+        transient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "transient", b"transient", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from tie.assets.tokenizer import Tokenizer
 from tie.bones.sampler import Sampled, SampleRow
 from tie.proto import runtime_pb2
-from tie.runtime.grammar import Grammar
+from tie.runtime.closing import Closing
+from tie.runtime.closing import begins as closing_begins
+from tie.runtime.grammar import Grammar, Mask
 from tie.runtime.request import Request
 from tie.runtime.sequence import Sequence
 from tie.runtime.stops import StopMatcher
@@ -30,6 +32,7 @@ class Choice:
         end_ids: the bundle's end-of-turn tokens.
         tokenizer: gives the stream decoder.
         grammar: this choice's own, or None.
+        closing: brings JSON to its end where tokens run out; None where none is wanted.
         deadline: on the engine's clock, or None.
     """
 
@@ -42,6 +45,7 @@ class Choice:
         end_ids: frozenset[int],
         tokenizer: Tokenizer,
         grammar: Grammar | None,
+        closing: Closing | None,
         deadline: float | None,
     ) -> None:
         self.index = index
@@ -53,6 +57,8 @@ class Choice:
         )
         self._request = request
         self._grammar = grammar
+        self._closing: Closing | None = None
+        self._closes_within = closing_begins(self.sequence.max_length - len(request.prompt))
         self._cached = 0
         self._stops = StopMatcher(request.stop, include_stop=request.include_stop)
         self._decoder = tokenizer.stream_decoder()
@@ -64,6 +70,7 @@ class Choice:
             params = request.params[index]
             forbids = bool(params.bad_ids) or params.allowed_ids is not None or request.min_tokens > 0
             grammar.forces = request.logprobs is None and not forbids
+            self._closing = closing if grammar.json and not forbids else None
             grammar.begin()  # while the prompt is computed
 
     def restore(self, tokens: int) -> None:
@@ -108,10 +115,16 @@ class Choice:
             position=len(output),
             prompt_ids=self.sequence.prompt,
             output_ids=output,
-            mask=self._grammar.mask() if self._grammar else None,
+            mask=self._mask(),
             banned=self._enders if len(output) < self._request.min_tokens else (),
             logprobs=self._request.logprobs,
         )
+
+    def _mask(self) -> Mask | None:
+        mask = self._grammar.mask() if self._grammar else None
+        if mask is not None and self._closing and self.sequence.room <= self._closes_within:
+            return self._closing.narrowed(mask)
+        return mask
 
     def accept(self, sampled: Sampled) -> Outcome:
         """Appends the token and says what follows from it.

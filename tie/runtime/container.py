@@ -2,16 +2,22 @@
 
 Three small programs run under supervisord (`python -P -m tie.runtime.container NAME`):
 
-- `guard` starts tie-status-probe and takes the container down when the probe ends, however it ends;
+- `guard` starts tie-status-probe and takes the container down when the probe ends, however it ends, or hangs;
 - `serve` starts tritonserver, ends when it ends, and stops it well;
 - `watch` is supervisord's event listener and takes the container down when one of the others ends.
 
 The guard watches the watcher in turn, and the kernel kills every process of the container when its parent ends
 (PR_SET_PDEATHSIG), so there is none whose death leaves the others running. A container that goes down is made anew from
 outside.
+
+There are two ways down. After a recycle, or when somebody asks, the container *stops*: requests in flight may finish.
+After a death it is *killed*, at once: what it still computed would be cut off later anyway, and the sooner its users
+hear of it the better.
 """
 
+import array
 import contextlib
+import fcntl
 import os
 import resource
 import select
@@ -19,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,10 +38,13 @@ from tie.runtime import environment
 
 _WATCHER_SOCKET: Final = "watcher.sock"
 _WATCHER_S: Final = 10.0  # until the watcher listens
+_BEATS_SOCKET: Final = "beats.sock"
+_PROBE_SILENCE_S: Final = 30.0  # a probe that says nothing for so long hangs
 _PROBE_STOP_S: Final = 5.0
 _SUPERVISOR_STOP_S: Final = 40.0
 _DRAIN_S: Final = 20.0  # requests in flight when the container is stopped without a recycle
 _FLUSH_S: Final = 0.2  # from a request's last event to its client
+_LAST_WORD_S: Final = 0.2  # for supervisord to pass on what one of its programs has written
 
 
 def main() -> NoReturn:
@@ -47,16 +57,32 @@ def main() -> NoReturn:
 
 
 def guard() -> int:
-    """Runs tie-status-probe; ends the container when it or the watcher ends."""
+    """Runs tie-status-probe; ends the container when it or the watcher ends.
+
+    A probe that exits with 0 has drained the engine, or was asked to end: the container stops. Any other end is its
+    death.
+    """
     stop = _stop_requests()
     watcher = _connect_to_watcher()
+    beats = _listen_for_beats()
     probe = _start([sys.executable, "-P", "-m", "status_probe.main", "--config", os.environ[environment.CONFIG]])
     ended = os.pidfd_open(probe.pid)
-    readable, _, _ = select.select([ended, watcher.fileno(), stop.fileno()], [], [])
-    if stop.fileno() not in readable:
-        _end_container("probe-ended" if ended in readable else "watcher-ended")
+    awaited: list[int | socket.socket] = [ended, watcher, stop, beats]
+    while True:
+        readable, _, _ = select.select(awaited, [], [], _PROBE_SILENCE_S)
+        if readable != [beats]:
+            break
+        beats.recv(4096)
+    if stop not in readable:
+        if not readable:
+            _kill_container("probe-hung")
+        if ended not in readable:
+            _kill_container("watcher-died")
+        elif probe.wait() != 0:
+            _kill_container("probe-died")
+        _stop_container("probe-ended")
         if not select.select([stop], [], [], _SUPERVISOR_STOP_S)[0]:
-            os.kill(_supervisor(), signal.SIGKILL)
+            _kill_container("supervisor-hung")
     return _end(probe, _PROBE_STOP_S)
 
 
@@ -93,10 +119,8 @@ def watch() -> NoReturn:
     listener.bind(os.fspath(path))
     # Nobody accepts: the guard's pending connection breaks when this process ends, and that is all it is for.
     listener.listen(1)
-    while True:
-        headers, _ = childutils.listener.wait()
-        _end_container(headers["eventname"].lower().replace("_", "-"))
-        childutils.listener.ok()
+    headers, _ = childutils.listener.wait()
+    _kill_container(headers["eventname"].lower().replace("_", "-"))
 
 
 def _start(command: Sequence[str]) -> "subprocess.Popen[bytes]":
@@ -119,6 +143,18 @@ def _stop_requests() -> socket.socket:
     signal.set_wakeup_fd(sending.detach())
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
     return receiving
+
+
+def _listen_for_beats() -> socket.socket:
+    """Where the probe says from its event loop that it is well: systemd's watchdog protocol (sd_notify(3))."""
+    path = _directory() / _BEATS_SOCKET
+    path.unlink(missing_ok=True)
+    beats = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    beats.bind(os.fspath(path))
+    path.chmod(0o600)
+    os.environ["NOTIFY_SOCKET"] = os.fspath(path)
+    os.environ["WATCHDOG_USEC"] = str(int(_PROBE_SILENCE_S * 1_000_000))
+    return beats
 
 
 def _end(child: "subprocess.Popen[bytes]", patience: float) -> int:
@@ -162,10 +198,23 @@ def _supervisor() -> int:
     return int(os.environ[environment.SUPERVISOR])
 
 
-def _end_container(reason: str) -> None:
+def _stop_container(reason: str) -> None:
     os.kill(_supervisor(), signal.SIGTERM)
     # After the signal: supervisord looks at signals once a second, or when one of its programs writes something.
     log.event("container.down", reason=reason)
+
+
+def _kill_container(reason: str) -> NoReturn:
+    """Ends supervisord, and with it every process of the container, this one included."""
+    log.event("container.down", reason=reason)
+    # What we write goes through supervisord: it gets a moment to pass that on.
+    unread, deadline = array.array("i", [1]), time.monotonic() + _LAST_WORD_S
+    while unread[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+        with contextlib.suppress(OSError):  # no pipe
+            fcntl.ioctl(sys.stderr.fileno(), termios.FIONREAD, unread)
+    os.kill(_supervisor(), signal.SIGKILL)
+    sys.exit(1)
 
 
 def _connect_to_watcher() -> socket.socket:
@@ -178,8 +227,7 @@ def _connect_to_watcher() -> socket.socket:
         except OSError:
             connection.close()
             if time.monotonic() > deadline:
-                _end_container("no-watcher")
-                raise
+                _kill_container("no-watcher")
             time.sleep(0.05)
         else:
             return connection

@@ -8,6 +8,7 @@ the executor itself fails, every request is told so, the engine is FAILED for go
 can be trusted any more, and the process must go.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -28,19 +29,19 @@ from tie.runtime.jobs import Job, Jobs, Sink
 from tie.runtime.keeping import Keep
 from tie.runtime.kv_blocks import Restored
 from tie.runtime.metrics import EngineMetrics
+from tie.runtime.pace import Pace
 from tie.runtime.plan import Plan, PlannedSlice
 from tie.runtime.prefix_cache import PrefixCache
 from tie.runtime.request import Bounds, Request
-from tie.runtime.scheduler import Beside, Limits, Scheduler
+from tie.runtime.scheduler import Limits, Scheduler
+from tie.runtime.sequence import Sequence
 from tie.runtime.speculation import Speculation
-from tie.runtime.step_cost import StepCost
 from tie.runtime.step_executor import StepExecutor
 
 _POLL_S = 0.02  # how often deadlines are looked at while there is nothing to compute but somebody waits
 _IDLE_S = 1.0
-# How many times as long a step of interactive answers may get by a prompt that somebody waits for, and by batch work.
-_PROMPT_PATIENCE = 1.75
-_BATCH_PATIENCE = 1.35
+# How long answers that stream are held up in one step by copying the blocks of somebody's cached conversation.
+_RESTORE_S = 0.004
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +114,9 @@ class Engine:
             on_end=self._ended,
             later=self._tell,
         )
-        # By rows, of steps with and without a prompt: those compute fewer logits.
-        self._decode_cost, self._prompt_cost = StepCost(), StepCost()
+        self._pace = Pace(limits.step_tokens)
         self._speculates = speculation
-        self._speculation = Speculation(self._decode_cost)
+        self._speculation = Speculation(self._pace.decode_cost)
         self._chooser = Chooser(self._jobs, self._speculation)
         self._drain_deadline: float | None = None
         self._stopping = False
@@ -163,7 +163,7 @@ class Engine:
         self._tell(lambda: self._jobs.cancel(job))
 
     def drain(self, deadline_s: float) -> None:
-        """Refuses new requests from now on; cancels those that still run after `deadline_s` seconds."""
+        """Refuses new requests from now on; cuts off those that still run after `deadline_s` seconds."""
         deadline = time.monotonic() + deadline_s
         with self._wake:
             if self._state == engine_pb2.STATE_READY:
@@ -217,7 +217,7 @@ class Engine:
                 self._enforce_deadlines(time.monotonic())
                 if self._speculates:
                     self._speculation.draft(self._scheduler.decoding())
-                plan = self._scheduler.plan(self._pace)
+                plan = self._scheduler.plan(self._pace.tokens, self._restore)
                 if plan.slices:
                     self._step(plan)
                 elif self._chooser:
@@ -231,7 +231,6 @@ class Engine:
 
     def _step(self, plan: Plan) -> None:
         began = self._clock()
-        self._restore()
         copies = tuple((copy.source, copy.target) for copy in plan.copies)
         logits = np.asarray(self._executor.forward(Batch(tuple(map(_slice, plan.slices)), copies)))
         self._scheduler.computed(plan)
@@ -239,26 +238,17 @@ class Engine:
         self._chooser.choose()
         self._record(plan, self._clock() - began)
 
-    def _restore(self) -> None:
-        """Copies what was received into the blocks of sequences that have just got theirs."""
-        for sequence in self._scheduler.sequences():
-            if sequence.restored and sequence.blocks:
-                job, _ = self._jobs.owner(sequence)
-                sequence.restored = 0  # should it lose its blocks, it is computed like any other
-                if job.restored:
-                    job.restored.copy_into(self._executor, sequence.blocks, shared=len(sequence.prefix))
-                    job.restored.close()
-                    job.restored = None
-
-    def _pace(self, decodes: int, kind: Beside) -> int:
-        """How many tokens a step may compute beside so many interactive sequences that decode."""
-        limit = self._scheduler.limits.step_tokens
-        alone = self._decode_cost.seconds(decodes)
-        if alone is None:
-            return limit
-        cost = self._decode_cost if kind is Beside.DECODES else self._prompt_cost
-        patience = _PROMPT_PATIENCE if kind is Beside.INTERACTIVE_PROMPTS else _BATCH_PATIENCE
-        return cost.rows_within(patience * alone, limit)
+    def _restore(self, waiting: list[Sequence]) -> None:
+        """Copies what was received into the blocks of sequences; beside answers that stream, for a moment a step."""
+        until = self._clock() + _RESTORE_S if self._scheduler.decoding() else math.inf
+        for sequence in waiting:
+            job, _ = self._jobs.owner(sequence)
+            if job.restored and not job.restored.copy_into(self._executor, sequence, lambda: self._clock() < until):
+                return
+            sequence.restored = 0
+            if job.restored:
+                job.restored.close()
+                job.restored = None
 
     def _read_inbox(self) -> None:
         with self._wake:
@@ -272,15 +262,14 @@ class Engine:
         self._jobs.enforce_deadlines(now)
         if self._drain_deadline is not None and now >= self._drain_deadline:
             self._drain_deadline = None
-            self._jobs.cancel_all()
+            self._jobs.fail_all(runtime_pb2.CODE_REPLACED, "the node had to restart: send it again")
 
     def _ended(self, job: Job) -> None:
         with self._wake:
             self._unfinished -= len(job.request.params)
 
     def _record(self, plan: Plan, seconds: float) -> None:
-        cost = self._decode_cost if all(part.logits for part in plan.slices) else self._prompt_cost
-        cost.record(plan.tokens, seconds)
+        self._pace.record(plan, seconds)
         self._steps += 1
         self._last_step = time.monotonic()
         self._max_batch = max(self._max_batch, len(plan.slices))

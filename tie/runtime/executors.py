@@ -8,6 +8,7 @@ from tie.bones.batch import Batch
 from tie.bones.config import ModelConfig
 from tie.bones.layouts import NATIVE_PREFIX, layout_id
 from tie.daemon.config import RuntimeConfig
+from tie.daemon.errors import ConfigError
 from tie.runtime.owner_client import Weights
 
 
@@ -53,6 +54,7 @@ def make_executor(runtime: RuntimeConfig, model: ModelConfig, weights: Weights, 
 
     Raises:
         BonesError: the weights are not the model's, or the configuration does not suit it.
+        ConfigError: PyTorch is needed and not installed.
         OSError: the native library cannot be loaded.
     """
     threads = runtime.threads or len(os.sched_getaffinity(0))
@@ -65,11 +67,17 @@ def make_executor(runtime: RuntimeConfig, model: ModelConfig, weights: Weights, 
             byte_views(weights.arena, weights.entries),
             num_blocks=blocks,
             block_tokens=runtime.block_tokens,
-            weights=runtime.weights,
             threads=threads,
+            adapt=runtime.threads == 0,
+            weights=runtime.weights,
         )
-    from tie.bones.executor import Executor as TorchExecutor
-
+    try:
+        from tie.bones.executor import Executor as TorchExecutor
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        hint = "install it, or compile the native step: a C++ compiler, then `./run setup`"
+        raise ConfigError(f"the executor {layout} needs PyTorch, and PyTorch is not installed", hint=hint) from None
     return TorchExecutor(
         model,
         tensor_views(weights.arena, weights.entries),

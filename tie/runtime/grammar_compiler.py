@@ -127,7 +127,17 @@ class GrammarCompiler:
         if matcher.is_error():
             # llguidance's own message quotes the grammar.
             raise GrammarError("the grammar does not compile or is too complex")
-        return Grammar(matcher, self._vocab_size, self._masks, may_force=forces_briefly(text))
+        brief, json_ = forces_briefly(text), json_schema(text) is not None
+        return Grammar(matcher, self._vocab_size, self._masks, may_force=brief, json=json_)
+
+
+def json_schema(text: str) -> Any:
+    """The JSON schema that a serialized grammar consists of, or None where it is another grammar."""
+    try:
+        (part,) = json.loads(text)["grammars"]
+        return part["json_schema"] if part.keys() == {"json_schema"} else None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
 
 
 def forces_briefly(text: str) -> bool:
@@ -139,14 +149,11 @@ def forces_briefly(text: str) -> bool:
     """
     if len(text) > _MAX_FORCING_BYTES:
         return False
-    try:
-        grammar = json.loads(text)
-        (part,) = grammar["grammars"]
-        schema = part["json_schema"]
-        free = schema["x-guidance"] == {"whitespace_flexible": True, "whitespace_pattern": FREE_WHITE_SPACE}
-    except (ValueError, TypeError, KeyError, RecursionError):
+    schema = json_schema(text)
+    free = {"whitespace_flexible": True, "whitespace_pattern": FREE_WHITE_SPACE}
+    if not isinstance(schema, dict) or schema.get("x-guidance") != free:
         return False
-    return free and part.keys() == {"json_schema"} and not _PATTERNS & _keys(schema)
+    return not _PATTERNS & _keys(schema)
 
 
 def _keys(value: Any) -> set[str]:

@@ -11,6 +11,7 @@ from tie.assets.tokenizer import Tokenizer
 from tie.daemon import log
 from tie.proto import runtime_pb2
 from tie.runtime.choice import Choice, Outcome
+from tie.runtime.closing import Closing
 from tie.runtime.grammar import Grammar, GrammarError
 from tie.runtime.grammar_compiler import COMPILE_DEADLINE_S, CompilerBusyError
 from tie.runtime.keeping import Keep, Keeping, Later
@@ -92,6 +93,7 @@ class Jobs:
         self._max_length = max_length
         self._tokenizer = tokenizer
         self._end_ids = end_ids
+        self._closing = Closing(tokenizer, end_ids)
         self._metrics = metrics
         self._on_end = on_end
         self._keeping = Keeping(scheduler.pool, later)
@@ -156,6 +158,7 @@ class Jobs:
                 end_ids=self._end_ids,
                 tokenizer=self._tokenizer,
                 grammar=grammar.fork() if grammar else None,
+                closing=self._closing,
                 deadline=None if request.deadline_s is None else job.arrived + request.deadline_s,
             )
             for index in range(len(request.params))
@@ -199,11 +202,6 @@ class Jobs:
         elif not job.done:
             finished = runtime_pb2.Finished(reason=runtime_pb2.REASON_CANCELLED)
             self._end(job, runtime_pb2.GenerateEvent(finished=finished), "cancelled")
-
-    def cancel_all(self) -> None:
-        """Ends every request."""
-        for job in list(self._jobs):
-            self.cancel(job)
 
     def fail(self, job: Job, code: "runtime_pb2.Code.ValueType", detail: str) -> None:
         """Ends a request with an error."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvxfer.channel import Channel
 from kvxfer.doorbell import left
@@ -11,12 +11,26 @@ from kvxfer.errors import AbortReason
 from kvxfer.header import Header
 from kvxfer.transfer import Consumer, Producer
 
+_AHEAD: Final = 16  # blocks whose pages are made present in one go
+
 
 class BlockMemory(Protocol):
     """What the transfers need of an executor."""
 
     def block_view(self, block: int) -> memoryview:
         """The bytes of one block, in place."""
+
+
+class Target(Protocol):
+    """Where restored blocks go: a sequence.
+
+    Attributes:
+        computed: its leading tokens whose keys and values are there.
+        blocks: its blocks, in order.
+    """
+
+    computed: int
+    blocks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +72,24 @@ class Restored:
         self._on_close = on_close
         self._open = True
 
-    def copy_into(self, memory: BlockMemory, blocks: Sequence[int], *, shared: int = 0) -> None:
-        """Copies them into their places among `blocks`, save for the first `shared`, which are there.
+    def copy_into(self, memory: BlockMemory, target: Target, may_go_on: Callable[[], bool]) -> bool:
+        """Copies the next of them, one at least, and more while `may_go_on`; whether all are there. The step thread's.
 
-        The step thread's.
+        What is there, a shared prefix included, is what counts as computed, so a target that has lost its blocks begins
+        anew.
         """
-        for index in range(max(0, shared - self.first_block), self.block_count):
-            block = blocks[self.first_block + index]
-            with self._consumer.block(index) as source, memory.block_view(block) as target:
-                target[:] = source
+        tokens = self._consumer.header.block_tokens
+        end = self.first_block + self.block_count
+        for number in range(target.computed // tokens, end):
+            with (
+                self._consumer.block(number - self.first_block) as source,
+                memory.block_view(target.blocks[number]) as view,
+            ):
+                view[:] = source
+            target.computed += tokens
+            if not may_go_on():
+                break
+        return target.computed >= end * tokens
 
     def close(self) -> None:
         """Lets go of them. A second time does nothing."""
@@ -141,6 +164,9 @@ def send(
     deadline = time.monotonic() + timeout
     with Producer(channel, descriptor, header, passing=True, timeout=left(deadline)) as producer:
         for index, block in enumerate(blocks):
+            if index % _AHEAD == 0:
+                # Faults that the interpreter's other threads need not wait for, unlike those of the copying below.
+                producer.populate(index, min(_AHEAD, len(blocks) - index))
             with producer.block(index) as target, memory.block_view(block) as source:
                 target[:] = source
             producer.commit(index + 1)

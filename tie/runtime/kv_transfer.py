@@ -231,6 +231,9 @@ class Transfers:
     def _unreserve(self, size: int) -> None:
         with self._lock:
             self._bytes -= size
+            idle = self._bytes == 0
+        if idle:
+            self._pool.refill()
 
     def _let_go(self, promise: _Promise) -> None:
         promise.close()

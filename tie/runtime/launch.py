@@ -5,7 +5,6 @@ One live runtime per run directory: the lock taken here is held by supervisord f
 
 import argparse
 import contextlib
-import hashlib
 import os
 import secrets
 import sys
@@ -68,8 +67,8 @@ def prepare(config_path: Path) -> dict[str, str]:
     os.set_inheritable(lock, True)
     for path in (config.sockets.triton, config.sockets.kv, config.sockets.probe):
         socket_path.prepare_directory(path)
-    family = "tie-" + hashlib.sha256(os.fsencode(config.run_dir)).hexdigest()[:8] + "-"
-    environment.remove_regions(family)
+    environment.remove_regions(environment.shm_family(config.run_dir))  # we hold the lock: nobody uses them
+    environment.remove_stale_regions()
     if config.sockets.triton.is_socket():
         config.sockets.triton.unlink()
     triton_server.build(directory / "triton", installation)
@@ -82,7 +81,7 @@ def prepare(config_path: Path) -> dict[str, str]:
         environment.CONFIG: str(config_path),
         environment.INSTANCE: instance_id,
         environment.DIRECTORY: str(directory),
-        environment.SHM_PREFIX: family + instance_id[:8],
+        environment.SHM_PREFIX: environment.shm_prefix(config.run_dir, os.getpid(), instance_id),
         environment.SUPERVISOR: str(os.getpid()),  # exec keeps it
         environment.PYTHON: sys.executable,
         environment.LOG_FILE: log_file,

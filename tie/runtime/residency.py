@@ -77,7 +77,7 @@ class Residency:
         if donor is None:
             prefix = self._prefix.take(sequence.prefix)
             sequence.blocks = [*prefix, *self.pool.allocate(self.pool.blocks_for(sequence.length) - len(prefix))]
-            sequence.computed = max(sequence.restored, len(prefix) * self.pool.block_tokens)
+            sequence.computed = len(prefix) * self.pool.block_tokens
         else:
             whole, rest = divmod(tokens, self.pool.block_tokens)
             own = self.pool.allocate(self.pool.blocks_for(sequence.length) - whole)

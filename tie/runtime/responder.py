@@ -1,11 +1,15 @@
 """Sends events to Triton from one thread, so that neither a slow server nor a slow client holds up a step.
 
-When events come faster than Triton takes responses (some thousands a second), the tokens of a choice that have gathered
-go out together. The last response of every stream carries the FINAL flag, whatever happened before: without it Triton
-keeps the request for ever. Cancellation is looked for here as well, after each response and, for streams that are
-silent, every `_POLL_S`: asking Triton costs a message, which the step thread should not pay.
+Each response costs the processor as much as some layers of a small model, here, in the server and at the client. So
+there are only so many a second: each stream has its share of `_RESPONSES_PER_S`, and the tokens of a choice that gather
+meanwhile go out together. A stream's first tokens and its end never wait.
+
+The last response of every stream carries the FINAL flag, whatever happened before: without it Triton keeps the request
+for ever. Whether a client has gone is a question to Triton, which the step thread should not pay for: it is asked here,
+of one stream after the other, `_QUESTIONS_PER_S` times a second in all.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -19,8 +23,12 @@ import triton_python_backend_utils as pb_utils  # provided by the stub
 from tie.daemon import log
 from tie.proto import runtime_pb2
 from tie.runtime.merge import merge
+from tie.runtime.shares import Shares
 
-_POLL_S: Final = 0.02
+_RESPONSES_PER_S: Final = 200
+_QUESTIONS_PER_S: Final = 200
+_ASKED_AGAIN_S: Final = 0.02  # a lone stream needs no more
+_IDLE_S: Final = 1.0
 _FINAL: Final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -71,8 +79,10 @@ class Responder:
 
     def __init__(self) -> None:
         self._ready: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self._shares: Shares[Stream] = Shares(_RESPONSES_PER_S)
         self._lock = threading.Lock()
-        self._streams: set[Stream] = set()
+        self._streams: deque[Stream] = deque()  # the one that was asked last is at the end
+        self._question = 0.0  # when the next one is due
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
         self._thread.start()
 
@@ -85,7 +95,7 @@ class Responder:
         with self._lock:
             stream.cancel = cancel
             if not stream.closed:
-                self._streams.add(stream)
+                self._streams.append(stream)
 
     def refuse(self, stream: Stream, code: "runtime_pb2.Code.ValueType", detail: str) -> None:
         """Ends a stream that never reached the engine."""
@@ -98,23 +108,27 @@ class Responder:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        polled = time.monotonic()
-        while True:
-            try:
-                stream = self._ready.get(timeout=_POLL_S if self._streams else 1.0)
-            except queue.Empty:
-                pass
-            else:
-                if stream is None:
-                    return
+        ending = False
+        while not ending:
+            ending = self._collect()
+            for stream in self._shares.take_all() if ending else self._shares.due(time.monotonic()):
                 self._send(stream)
-                self._look_for_cancellation(stream)
-            if time.monotonic() - polled > _POLL_S:
-                with self._lock:
-                    streams = list(self._streams)
-                for stream in streams:
-                    self._look_for_cancellation(stream)
-                polled = time.monotonic()
+            self._look_for_cancellation()
+
+    def _collect(self) -> bool:
+        """Waits for something to do, and takes what has come; true when this is the end."""
+        with contextlib.suppress(queue.Empty):
+            stream = self._ready.get(timeout=self._idle_s())
+            while stream is not None:
+                self._shares.add(stream, time.monotonic(), len(self._streams))
+                stream = self._ready.get_nowait()
+            return True
+        return False
+
+    def _idle_s(self) -> float:
+        now = time.monotonic()
+        question = self._question - now if self._streams else _IDLE_S
+        return max(0.0, min(question, self._shares.pause(now, _IDLE_S)))
 
     def _send(self, stream: Stream) -> None:
         events, last = stream.take()
@@ -122,7 +136,7 @@ class Responder:
             return  # given up; the engine has been told
         try:
             for index, event in enumerate(events):
-                tensor = pb_utils.Tensor("event", np.array([event.SerializeToString()], dtype=np.object_))
+                tensor = pb_utils.Tensor("event", np.frombuffer(event.SerializeToString(), dtype=np.uint8))
                 final = last and index == len(events) - 1
                 stream.closed = stream.closed or final
                 stream.sender.send(pb_utils.InferenceResponse([tensor]), flags=_FINAL if final else 0)
@@ -130,8 +144,8 @@ class Responder:
             log.failure("runtime.send-failed", error)
             self._give_up(stream)
         if stream.closed:
-            with self._lock:
-                self._streams.discard(stream)
+            with self._lock, contextlib.suppress(ValueError):  # refused, it was never watched
+                self._streams.remove(stream)
 
     def _give_up(self, stream: Stream) -> None:
         """Ends a stream that Triton does not take responses for, and what it costs the engine."""
@@ -143,7 +157,14 @@ class Responder:
                 log.failure("runtime.final-failed", error)
         self._cancel(stream)
 
-    def _look_for_cancellation(self, stream: Stream) -> None:
+    def _look_for_cancellation(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if not self._streams or now < self._question:
+                return
+            stream = self._streams[0]
+            self._streams.rotate(-1)
+            self._question = now + max(1 / _QUESTIONS_PER_S, _ASKED_AGAIN_S / len(self._streams))
         if not stream.closed and not stream.cancelled and stream.sender.is_cancelled():
             self._cancel(stream)
 

@@ -54,8 +54,13 @@ class Beside(enum.Enum):
     DECODES = "decodes"
 
 
-Pace = Callable[[int, Beside], int]
-"""How many tokens a step may compute when so many interactive sequences decode in it, beside something else."""
+Pace = Callable[[int, Beside, int], int]
+"""How many tokens a step may compute when so many interactive sequences decode in it, beside something else, and so
+many interactive prompts."""
+
+
+Restore = Callable[[list[Sequence]], None]
+"""Goes on with copying the blocks of sequences that have `Sequence.restored`, the oldest first."""
 
 
 class QueueFullError(Exception):
@@ -127,9 +132,16 @@ class Scheduler:
         """Unfinished sequences whose deadline is not after `now`."""
         return [entry for entry in self.sequences() if entry.deadline is not None and entry.deadline <= now]
 
-    def plan(self, pace: Pace | None = None) -> Plan:
-        """Decides the next step and takes the blocks that it needs. An empty plan: nothing to do."""
+    def plan(self, pace: Pace | None = None, restore: Restore | None = None) -> Plan:
+        """Decides the next step and takes the blocks that it needs. An empty plan: nothing to compute now.
+
+        Args:
+            pace: bounds the step further.
+            restore: copies blocks into sequences that wait for it; they are not part of the step before that is done.
+        """
         preempted, copies = self._admission.update()
+        if restore and (waiting := [entry for entry in self._residency.running if entry.restored]):
+            restore(waiting)
         slices = self._slices(pace)
         self._steps += 1
         for part in slices:
@@ -147,11 +159,16 @@ class Scheduler:
 
     def _slices(self, pace: Pace | None) -> list[PlannedSlice]:
         decodes = self.decoding()
-        prompts = [entry for entry in self._residency.running if entry.remaining > 0 and not entry.decoding]
+        prompts = [
+            entry
+            for entry in self._residency.running
+            if entry.remaining > 0 and not entry.decoding and not entry.restored
+        ]
         first = [entry for entry in decodes if entry.priority is not Priority.BATCH]
         budget = self.limits.step_tokens
         if pace is not None and first:
-            budget = min(budget, max(pace(len(first), _beside(prompts)), len(first) + LEAST))
+            asking = sum(entry.priority is not Priority.BATCH for entry in prompts)
+            budget = min(budget, max(pace(len(first), _beside(prompts), asking), len(first) + LEAST))
         left = budget - len(first)
         batch = sorted((entry for entry in decodes if entry.priority is Priority.BATCH), key=lambda entry: entry.served)
         if prompts:

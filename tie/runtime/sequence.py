@@ -35,8 +35,9 @@ class Sequence:
         deadline: on the engine's monotonic clock, seconds; None for none.
         output: token ids generated so far.
         computed: how many of the leading tokens have keys and values in `blocks`.
-        restored: how many of the leading tokens will be copied into its blocks as soon as it has some, and so count as
-            computed from then on; whole blocks, and never the whole prompt.
+        restored: how many of the leading tokens are being copied into its blocks, or will be once it has some; whole
+            blocks, and never the whole prompt. What is copied counts as computed. 0 when that is done: should it lose
+            its blocks then, it is computed like any other.
         prefix: nodes of the prefix trie that it begins with: their blocks are shared, and so count as computed.
         blocks: the block table, in order.
         residence: names its hold on these blocks; no two admissions have the same. Given by the scheduler.
@@ -87,6 +88,11 @@ class Sequence:
     def shareable(self) -> int:
         """Leading tokens whose keys and values a sibling can give: the prompt's, but one token must be computed."""
         return min(len(self.prompt), self.length - 1) if self.family else 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still grow by."""
+        return self.max_length - self.length
 
     @property
     def full(self) -> bool:

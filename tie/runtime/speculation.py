@@ -1,4 +1,4 @@
-"""Speculation by prompt lookup: where the last few tokens have occurred before, what followed then is the draft.
+"""Speculation by prompt lookup: where the last tokens have occurred before, what followed then is the draft.
 
 A draft is verified in one pass (Leviathan et al. 2023, arXiv 2211.17192; prompt lookup: Saxena 2023). The sampler's
 randomness is a function of seed and position alone, so verifying means to sample each position as if it had been
@@ -9,25 +9,30 @@ came true, and what a step costs by its rows. A row is worth adding while the to
 less than those of the rest of the step. So drafts stop by themselves where guesses fail or batches are large. Pure.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from tie.runtime import sequence as sequences
 from tie.runtime.step_cost import StepCost
 
-LONGEST: Final = 10  # tokens of a draft
+LONGEST: Final = 24  # tokens of a draft
+PLACES: Final = 8  # that are compared, of those where a text's last two tokens have occurred,
+LONGEST_LOOK: Final = 32  # by so many tokens
 PROBE: Final = 2  # tokens of a draft that is made only to see whether drafts come true by now
 RETRY: Final = 32  # steps without a draft, though there was one to make, until such a probe
 START: Final = 1.08  # how much faster a step must get by drafts before they begin, and
 STOP: Final = 1.0  # before they go on
-_GRAMS: Final = (4, 3, 2)  # lengths of the runs that are looked up, the most telling first
 _WEIGHT: Final = 0.15  # of one guess in a sequence's rate
 _PRIOR: Final = 0.6  # the rate of a sequence that has not guessed yet
 _LARGEST: Final = 48  # rows of a step beyond which nothing is drafted
 
 
 class Lookup:
-    """An index of a growing text: where its last few tokens have occurred before.
+    """An index of a growing text: where its last tokens have occurred before.
+
+    Of the last few places where its last two tokens did, the one counts that agrees with the end of the text for
+    longest: in a copy that is the place which is being copied, whatever phrase has just occurred somewhere else too.
 
     Args:
         tokens: what is known at first.
@@ -35,8 +40,8 @@ class Lookup:
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # run -> position after its last occurrence
-        self._match: int | None = None
+        self._after: dict[tuple[int, int], deque[int]] = {}  # pair -> positions after its last occurrences
+        self._places: tuple[int, ...] = ()  # the last pair's, before this one
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -45,26 +50,31 @@ class Lookup:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Continues the text."""
-        known, after = self._tokens, self._after
+        known = self._tokens
         for token in tokens:
             known.append(token)
-            self._match = None
-            for length in _GRAMS:
-                run = tuple(known[-length:])
-                if len(run) == length:
-                    if self._match is None:
-                        self._match = after.get(run)
-                    after[run] = len(known)
+            if len(known) > 1:
+                places = self._after.setdefault((known[-2], token), deque(maxlen=PLACES))
+                self._places = tuple(places)
+                places.append(len(known))
 
     def draft(self, most: int) -> tuple[int, ...]:
-        """What followed the last occurrence of the text's end, at most `most` tokens; () where it is new.
+        """What followed there, at most `most` tokens; () where the text's end is new.
 
         Where that reaches the end of the text it goes on with itself: the text may be a loop.
         """
-        if self._match is None:
+        if not self._places:
             return ()
-        period = len(self._tokens) - self._match
-        return tuple(self._tokens[self._match + index % period] for index in range(most))
+        place = max(self._places, key=lambda place: (self._agreement(place), place))
+        period = len(self._tokens) - place
+        return tuple(self._tokens[place + index % period] for index in range(most))
+
+    def _agreement(self, place: int) -> int:
+        """How many tokens before `place` are those at the end of the text."""
+        known, length = self._tokens, 2
+        while length < min(place, LONGEST_LOOK) and known[place - 1 - length] == known[-1 - length]:
+            length += 1
+        return length
 
 
 class Guesser:

@@ -17,6 +17,9 @@ class StepCost:
     """A running average of seconds for each count of rows, coarser where there are many.
 
     More rows never count as cheaper: what measured so is an accident of the moment, and the fewer cost as little.
+
+    Steps also get dearer all together, as a prompt's context grows or others use the machine. So a count that costs
+    more than it did raises all others in proportion: what was measured of them is as old as their last step.
     """
 
     def __init__(self) -> None:
@@ -32,7 +35,8 @@ class StepCost:
             self._seconds[key] = seconds
         else:
             average = self._seconds[key]
-            self._seconds[key] += _WEIGHT * (min(seconds, _OUTLIER * average) - average)
+            change = 1 + _WEIGHT * (min(seconds / average, _OUTLIER) - 1)
+            self._seconds = {rows: known * change for rows, known in self._seconds.items()}
         falling = itertools.accumulate((self._seconds[rows] for rows in reversed(self._rows)), min)
         self._curve = list(falling)[::-1]
 

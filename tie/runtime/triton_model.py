@@ -1,4 +1,4 @@
-"""Triton's Python backend of model `afm`: BYTES `request` in, a stream of BYTES `event` out (runtime.proto).
+"""Triton's Python backend of model `afm`: BYTES `request` in, a stream of UINT8 `event` out (runtime.proto).
 
 Triton calls `initialize`, `execute` and `finalize` on one thread; events leave on a thread of their own (`responder`).
 The process is Triton's stub: it embeds Python, and nobody notices when it dies, except through kv.sock.
@@ -41,7 +41,7 @@ class TritonPythonModel:
         """
         del args
         protect_process()
-        _follow_parent()
+        _follow_container()
         _require_sound_numpy()
         # Requests and answers pass through a region that Triton makes readable by all. Both sides have mapped it by
         # now: without a name nobody else can open it, and nothing is left however they end.
@@ -98,7 +98,7 @@ def _require_sound_numpy() -> None:
 
     Triton 2.51 was built against NumPy 1: with NumPy 2 it silently reads and writes garbage.
     """
-    text, numbers = np.array([b"echo", b""], dtype=np.object_), np.arange(7, dtype=np.int32)
+    text, numbers = np.array([b"echo", b""], dtype=np.object_), np.frombuffer(b"\x07echo", dtype=np.uint8)
     sound = int(np.__version__.split(".")[0]) < 2 and all(
         np.array_equal(pb_utils.Tensor("echo", array).as_numpy(), array) for array in (text, numbers)
     )
@@ -106,17 +106,21 @@ def _require_sound_numpy() -> None:
         raise RuntimeError(f"NumPy {np.__version__} does not work with this Triton: install numpy<2")
 
 
-def _follow_parent() -> None:
-    """Ends this process when tritonserver ends, even by SIGKILL.
+def _follow_container() -> None:
+    """Ends this process when tritonserver or supervisord ends, even by SIGKILL, and at once when one has already.
 
-    Not PR_SET_PDEATHSIG: that follows the thread that forked, and Triton's loader threads come and go.
+    Not PR_SET_PDEATHSIG: that follows the thread that forked, and Triton's loader threads come and go. And not the
+    parent alone: one that ended before this was called has been replaced by whoever takes orphans.
     """
     parent = os.getppid()
-    ended = os.pidfd_open(parent)
+    try:
+        ended = [os.pidfd_open(parent), os.pidfd_open(int(os.environ[environment.SUPERVISOR]))]
+    except ProcessLookupError:
+        os._exit(_EXIT_FAILED)
 
     def wait() -> None:
         if os.getppid() == parent:  # else it ended a moment ago, and the descriptor is somebody else's
-            select.select([ended], [], [])
+            select.select(ended, [], [])
         os._exit(_EXIT_FAILED)
 
-    threading.Thread(target=wait, name="follow-parent", daemon=True).start()
+    threading.Thread(target=wait, name="follow-container", daemon=True).start()

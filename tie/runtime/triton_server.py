@@ -38,7 +38,7 @@ backend: "python"
 max_batch_size: 0
 model_transaction_policy { decoupled: true }
 input [ { name: "request" data_type: TYPE_STRING dims: [ 1 ] } ]
-output [ { name: "event" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "event" data_type: TYPE_UINT8 dims: [ -1 ] } ]
 instance_group [ { count: 1 kind: KIND_CPU } ]
 """
 

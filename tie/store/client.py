@@ -48,7 +48,7 @@ class StoreClient:
             raise StoreError(f"the cache store does not answer: {error}") from None
 
     def new(self, size: int) -> int:
-        """A writable memfd of `size` bytes for an entry to come; the caller closes it.
+        """A writable memfd of `size` bytes for an entry to come; the caller seals its content and closes it.
 
         Raises:
             StoreError: too large, no room, or the store is gone.
@@ -56,13 +56,18 @@ class StoreClient:
         outcome, descriptor = self._call(store_pb2.StoreRequest(new=store_pb2.New(size=size)), 0, size)
         return _must(outcome, descriptor)
 
-    def put(self, index: bytes, *, ttl_s: float = 0) -> None:
-        """Files what `new` gave last. It must not be mapped for writing any more.
+    def put(self, index: bytes, *, ttl_s: float = 0, transient: bool = False) -> None:
+        """Files what `new` gave last. Its content must be sealed (`kvxfer.seals.CONTENT`).
+
+        Args:
+            index: under which it is found.
+            ttl_s: how long it lives; 0: as long as the store allows.
+            transient: whether it ends with this connection at the latest.
 
         Raises:
-            StoreError: it is, or the store is gone.
+            StoreError: it is not, or the store is gone.
         """
-        put = store_pb2.Put(index=index, ttl_ms=int(ttl_s * 1000))
+        put = store_pb2.Put(index=index, ttl_ms=int(ttl_s * 1000), transient=transient)
         outcome, _ = self._call(store_pb2.StoreRequest(put=put), None, None)
         if outcome != store_pb2.OUTCOME_DONE:
             raise _refused(outcome)

@@ -5,7 +5,6 @@ no cheaper way to push others out than few large ones. How fast entries that are
 as well: when somebody floods the store it is the flood that is refused.
 """
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,10 +76,12 @@ class Entries:
     Args:
         limits: the bounds.
         clock: seconds, monotonic.
+        close: closes the descriptor of an entry of a size.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: Limits, clock: Callable[[], float], close: Callable[[int, int], None]) -> None:
         self.counters = Counters()
+        self._close = close
         self._limits = limits
         self._clock = clock
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # oldest write first
@@ -148,6 +149,11 @@ class Entries:
         self.counters.dropped += self._remove(index) and live
         return live
 
+    def end(self, index: bytes, entry: Entry) -> None:
+        """Lets go of this very entry, if it is still there."""
+        if self._entries.get(index) is entry:
+            self.counters.dropped += self._remove(index)
+
     def renew(self, index: bytes, ttl_s: float) -> bool:
         """Makes an entry as young as if it had been written now; false when there is none."""
         entry = self.get(index)
@@ -192,5 +198,5 @@ class Entries:
         if entry is None:
             return False
         self._used -= entry.cost
-        os.close(entry.descriptor)
+        self._close(entry.descriptor, entry.size)
         return True

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from tie.daemon import rpc, service
 from tie.daemon.config import NodeConfig
+from tie.store import memory
 from tie.store.entries import Entries, Limits
 from tie.store.server import ConnectionLimits, StoreServer
 
@@ -58,7 +59,8 @@ async def store(config: NodeConfig, lifetime: service.Lifetime) -> None:
         ttl_s=table.ttl_s,
         turnover_s=table.turnover_s,
     )
-    entries = Entries(limits, time.monotonic)
+    reaper, spares = memory.Reaper(), memory.spares(table.spare_bytes)
+    entries = Entries(limits, time.monotonic, reaper.close)
     server = StoreServer(
         entries,
         ConnectionLimits(
@@ -67,6 +69,8 @@ async def store(config: NodeConfig, lifetime: service.Lifetime) -> None:
             written_entries=table.connection_entries,
             write_s=table.write_deadline_s,
         ),
+        reaper,
+        spares,
     )
     registry = prometheus_client.CollectorRegistry()
     registry.register(StoreCollector(entries, server))
@@ -78,8 +82,10 @@ async def store(config: NodeConfig, lifetime: service.Lifetime) -> None:
             metrics=lambda: prometheus_client.generate_latest(registry).decode(),
         ),
     ):
-        lifetime.ready()
+        lifetime.ready(config.sockets.store, config.sockets.store_control)
         await lifetime.stopping.wait()
+    reaper.stop()
+    spares.close()
 
 
 def main() -> None:

@@ -1,25 +1,32 @@
-"""The memfds of entries: made with all their pages, and sealed for good. Neither keeps the event loop busy for long."""
+"""The memfds of entries: made with all their pages, sealed, let go of. Nothing here keeps the event loop for long."""
 
 import asyncio
 import os
+import queue
+import threading
 from typing import Final
 
 from kvxfer import seals
-from kvxfer.errors import SealError
+from kvxfer.pool import BufferPool
 
-_INLINE_BYTES: Final = 1 << 20  # the kernel prepares so much in less time than a thread takes to start
-_NAME: Final = "tie-entry"  # shows in /proc/PID/maps
+_INLINE_BYTES: Final = 1 << 20  # the kernel makes or frees so much in less time than a thread takes to start
+NAME: Final = "tie-entry"  # shows in /proc/PID/maps
 
 
-async def make(size: int) -> int:
+def spares(size: int) -> BufferPool:
+    """Keeps one memfd of `size` bytes ready for the next large entry."""
+    return BufferPool(size, 1 if size else 0, NAME)
+
+
+async def make(size: int, pool: BufferPool) -> int:
     """A memfd of which every page is present, so that it is charged to this process's cgroup and not to the client's.
 
     Raises:
         OSError: there is not so much memory.
     """
     if size <= _INLINE_BYTES:
-        return _present(size)
-    making = asyncio.create_task(asyncio.to_thread(_present, size))
+        return _present(size, pool)
+    making = asyncio.create_task(asyncio.to_thread(_present, size, pool))
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:
@@ -27,41 +34,52 @@ async def make(size: int) -> int:
         raise
 
 
-def _present(size: int) -> int:
-    descriptor = seals.create(_NAME, size)
+def _present(size: int, pool: BufferPool) -> int:
+    descriptor = pool.take(size)
     try:
         seals.add(descriptor, seals.SIZE)  # the size is what was counted
-        os.posix_fallocate(descriptor, 0, size)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-async def seal(descriptor: int, size: int) -> None:
-    """Makes it unchangeable.
+def seal(descriptor: int) -> None:
+    """Makes it unchangeable for good, once its client has sealed its content.
+
+    That seal costs a walk over all pages (kvxfer.seals.CONTENT), and the client has it done in its own process: here
+    it is one look at a flag, whatever the size.
 
     Raises:
-        SealError: it is mapped for writing, or the client has sealed it.
+        SealError: the client has not sealed the content, or has sealed it for itself alone.
     """
-    if size <= _INLINE_BYTES:
-        seals.add(descriptor, seals.IMMUTABLE)
-        return
-    # The kernel looks at every page for somebody who still writes to it behind its back, by DMA for example.
-    copy = os.dup(descriptor)  # should the client leave meanwhile, and the other be closed
+    seals.require_any_size(descriptor, seals.CONTENT)
+    seals.add(descriptor, seals.FIXED)
 
-    def add() -> SealError | None:
-        try:
-            seals.add(copy, seals.IMMUTABLE)
-        except SealError as error:
-            return error
-        finally:
-            os.close(copy)
-        return None
 
-    error = await asyncio.shield(asyncio.create_task(asyncio.to_thread(add)))
-    if error:
-        raise error
+class Reaper:
+    """Closes memfds. The last one to close a large one pays for freeing its pages: a thread does."""
+
+    def __init__(self) -> None:
+        self._closing: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="store-reaper", daemon=True)
+        self._thread.start()
+
+    def close(self, descriptor: int, size: int) -> None:
+        """Closes it, soon."""
+        if size <= _INLINE_BYTES:
+            os.close(descriptor)
+        else:
+            self._closing.put(descriptor)
+
+    def stop(self) -> None:
+        """Closes what is left and ends the thread."""
+        self._closing.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (descriptor := self._closing.get()) is not None:
+            os.close(descriptor)
 
 
 def _close_result(making: "asyncio.Task[int]") -> None:

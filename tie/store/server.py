@@ -18,6 +18,7 @@ from typing import Final
 
 from kvxfer import channel
 from kvxfer.errors import SealError
+from kvxfer.pool import BufferPool
 from tie.daemon import frames, log, socket_path
 from tie.daemon.errors import ProtocolError
 from tie.proto import store_pb2
@@ -58,11 +59,21 @@ class _Pending:
 class _Client:
     """One connection: its requests, one after another."""
 
-    def __init__(self, connection: socket.socket, entries: Entries, limits: ConnectionLimits) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        entries: Entries,
+        limits: ConnectionLimits,
+        reaper: memory.Reaper,
+        spares: BufferPool,
+    ) -> None:
         self._connection = connection
         self._entries = entries
         self._limits = limits
+        self._reaper = reaper
+        self._spares = spares
         self._pending: _Pending | None = None
+        self._transient: dict[bytes, Entry] = {}
         self._bytes = 0
         self._count = 0
 
@@ -83,7 +94,14 @@ class _Client:
                     return
                 await asyncio.sleep(0)  # sock_recv does not yield while there is data: a flood must not keep the loop
         finally:
-            self._forget_pending()
+            self.end()
+
+    def end(self) -> None:
+        """Lets go of what ends with the connection: what it was writing, and what it filed for its own time only."""
+        self._forget_pending()
+        for index, entry in self._transient.items():
+            self._entries.end(index, entry)
+        self._transient = {}
 
     async def _answer(self, data: bytes) -> tuple[str, "store_pb2.Outcome.ValueType", Entry | _Pending | None]:
         try:
@@ -100,7 +118,7 @@ class _Client:
             return kind, store_pb2.OUTCOME_INVALID, None
         match kind:
             case "put":
-                return kind, await self._put(asked.index, asked.ttl_ms / 1000), None
+                return kind, self._put(asked), None
             case "get":
                 entry = self._entries.get(asked.index)
                 return kind, _found(entry), entry
@@ -122,7 +140,7 @@ class _Client:
         self._count += 1
         self._bytes += size
         try:
-            descriptor = await memory.make(size)
+            descriptor = await memory.make(size, self._spares)
         except OSError as error:
             # No memory, or no descriptor: the client does without, and the others keep what they have.
             self._entries.release(cost)
@@ -134,17 +152,20 @@ class _Client:
         self._pending = _Pending(descriptor, size, cost)
         return store_pb2.OUTCOME_DONE, self._pending
 
-    async def _put(self, index: bytes, ttl_s: float) -> "store_pb2.Outcome.ValueType":
+    def _put(self, put: store_pb2.Put) -> "store_pb2.Outcome.ValueType":
         pending = self._pending
         if pending is None:
             return store_pb2.OUTCOME_INVALID
         try:
-            await memory.seal(pending.descriptor, pending.size)
+            memory.seal(pending.descriptor)
         except SealError:
             return store_pb2.OUTCOME_BUSY
         self._pending = None
-        entry = Entry(pending.descriptor, pending.size, pending.cost, self._entries.expiry(ttl_s))
-        self._entries.file(index, entry)
+        entry = Entry(pending.descriptor, pending.size, pending.cost, self._entries.expiry(put.ttl_ms / 1000))
+        self._entries.file(put.index, entry)
+        if put.transient:
+            self._transient[put.index] = entry
+        self._refill()
         return store_pb2.OUTCOME_DONE
 
     def _reply(self, outcome: "store_pb2.Outcome.ValueType", answer: Entry | _Pending | None) -> None:
@@ -157,8 +178,13 @@ class _Client:
     def _forget_pending(self) -> None:
         if self._pending:
             self._entries.release(self._pending.cost)
-            os.close(self._pending.descriptor)
+            self._reaper.close(self._pending.descriptor, self._pending.size)
             self._pending = None
+            self._refill()
+
+    def _refill(self) -> None:
+        if not self._entries.reserved:
+            self._spares.refill()  # nobody is writing: nobody is held up by it
 
 
 class StoreServer:
@@ -170,12 +196,16 @@ class StoreServer:
     Args:
         entries: the table.
         limits: of each client.
+        reaper: closes what a client does not finish.
+        spares: memory for large entries, made ahead of need.
     """
 
-    def __init__(self, entries: Entries, limits: ConnectionLimits) -> None:
+    def __init__(self, entries: Entries, limits: ConnectionLimits, reaper: memory.Reaper, spares: BufferPool) -> None:
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self._entries = entries
         self._limits = limits
+        self._reaper = reaper
+        self._spares = spares
         self._clients: set[asyncio.Task[None]] = set()
 
     @property
@@ -224,7 +254,7 @@ class StoreServer:
 
     async def _converse(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, TimeoutError):
-            await _Client(connection, self._entries, self._limits).converse(self.outcomes)
+            await _Client(connection, self._entries, self._limits, self._reaper, self._spares).converse(self.outcomes)
 
     async def _sweep(self) -> None:
         while True:

@@ -9,7 +9,8 @@ Nonce: the number of the sealed piece, manifest 0, blocks from 1, as 12 bytes bi
 the header, that number (4 bytes, big-endian), and 1 if it is the entry's last piece, else 0. The key is fresh for each
 entry, because the salt is.
 
-Both ends work from one mapping into another: no plaintext is copied, and none is left where a tag did not fit.
+Ciphertext is copied out of the entry before it is opened (tie.warden.media); no plaintext is left where a tag did not
+fit.
 """
 
 import hashlib
@@ -24,6 +25,7 @@ from cryptography.exceptions import InvalidTag
 
 from tie.warden.errors import EntryError
 from tie.warden.keys import COMMITMENT_BYTES, SALT_BYTES, ConversationKey
+from tie.warden.media import Medium
 
 VERSION: Final = 1
 MAGIC: Final = b"warden\r\n"
@@ -94,23 +96,25 @@ class Shape:
 
 
 class Sealer:
-    """Seals one entry, block by block, into memory of exactly its size.
+    """Seals one entry, block by block.
 
     Args:
         key: the conversation's; used here and not kept.
         kind: what the entry is.
         manifest: its plaintext.
         shape: its sizes, from `Shape.of`.
-        out: writable memory of exactly `shape.entry_bytes`.
+        out: where it goes: exactly `shape.entry_bytes`.
 
     Raises:
         ValueError: `out` has another size.
+        OSError: it cannot be written.
     """
 
-    def __init__(self, key: ConversationKey, kind: Kind, manifest: bytes, shape: Shape, out: memoryview) -> None:
-        if len(out) != shape.entry_bytes:
+    def __init__(self, key: ConversationKey, kind: Kind, manifest: bytes, shape: Shape, out: Medium) -> None:
+        if out.size != shape.entry_bytes:
             raise ValueError("an entry is sealed into exactly its size")
         self._out = out
+        self._piece = memoryview(bytearray(max(shape.manifest_bytes, shape.block_bytes) + TAG_BYTES))
         self._shape = shape
         self._next = 0
         salt = secrets.token_bytes(SALT_BYTES)
@@ -129,31 +133,33 @@ class Sealer:
         )
         self.header_sha256 = hashlib.sha256(header).digest()
         self._cipher = key.cipher(salt)
-        out[:HEADER_BYTES] = header
+        out.write(0, memoryview(header))
         padded = (_LENGTH.pack(len(manifest)) + manifest).ljust(shape.manifest_bytes, b"\0")
-        self._seal(0, padded, HEADER_BYTES, shape.offset(0))
+        self._seal(0, padded, HEADER_BYTES)
 
     def seal(self, block: memoryview) -> None:
         """Seals the next block.
 
         Raises:
             ValueError: there is none left, or `block` has another size.
+            OSError: it cannot be written.
         """
         if self._next >= self._shape.block_count or len(block) != self._shape.block_bytes:
             raise ValueError("one block too many, or of another size")
         start = self._shape.offset(self._next)
         self._next += 1
-        self._seal(self._next, block, start, self._shape.offset(self._next))
+        self._seal(self._next, block, start)
 
     @property
     def complete(self) -> bool:
         """Whether all blocks are sealed."""
         return self._next == self._shape.block_count
 
-    def _seal(self, number: int, plaintext: bytes | memoryview, start: int, end: int) -> None:
+    def _seal(self, number: int, plaintext: bytes | memoryview, start: int) -> None:
         nonce, associated = _bound(self.header_sha256, number, self._shape.block_count)
-        with self._out[start:end] as target:
-            self._cipher.encrypt_into(nonce, plaintext, associated, target)
+        with self._piece[: len(plaintext) + TAG_BYTES] as sealed:
+            self._cipher.encrypt_into(nonce, plaintext, associated, sealed)
+            self._out.write(start, sealed)
 
 
 class Opener:
@@ -167,28 +173,31 @@ class Opener:
     Args:
         key: the conversation's; used here and not kept.
         kind: what the entry must be.
-        sealed: the whole entry, in memory that nobody can change any more.
+        sealed: the whole entry.
 
     Raises:
         EntryError: whatever is wrong with it.
     """
 
-    def __init__(self, key: ConversationKey, kind: Kind, sealed: memoryview) -> None:
-        if len(sealed) < PAGE:
+    def __init__(self, key: ConversationKey, kind: Kind, sealed: Medium) -> None:
+        if sealed.size < PAGE:
             raise EntryError
-        header = bytes(sealed[:HEADER_BYTES])
+        copied = bytearray(HEADER_BYTES)
+        sealed.read(0, memoryview(copied))
+        header = bytes(copied)
         magic, version, suite, its_kind, root, reserved, salt, count, length, size, commitment = _HEADER.unpack(header)
         if (magic, version, suite, its_kind, root, reserved) != (MAGIC, VERSION, SUITE, kind, key.root, 0):
             raise EntryError
         self.shape = Shape(length, count, size)
-        if len(sealed) != self.shape.entry_bytes or not hmac.compare_digest(commitment, key.commitment(salt)):
+        if sealed.size != self.shape.entry_bytes or not hmac.compare_digest(commitment, key.commitment(salt)):
             raise EntryError
         self.header_sha256 = hashlib.sha256(header).digest()
         self._sealed = sealed
+        self._piece = memoryview(bytearray(max(length, size) + TAG_BYTES))
         self._cipher = key.cipher(salt)
         padded = bytearray(self.shape.manifest_bytes)
         with memoryview(padded) as target:
-            self._open(0, HEADER_BYTES, self.shape.offset(0), target)
+            self._open(0, HEADER_BYTES, target)
         (used,) = _LENGTH.unpack_from(padded)
         if used > len(padded) - _LENGTH.size:
             raise EntryError
@@ -203,13 +212,14 @@ class Opener:
         """
         if not 0 <= block < self.shape.block_count or len(into) != self.shape.block_bytes:
             raise ValueError("no such block, or memory of another size")
-        self._open(block + 1, self.shape.offset(block), self.shape.offset(block + 1), into)
+        self._open(block + 1, self.shape.offset(block), into)
 
-    def _open(self, number: int, start: int, end: int, into: memoryview) -> None:
+    def _open(self, number: int, start: int, into: memoryview) -> None:
         nonce, associated = _bound(self.header_sha256, number, self.shape.block_count)
-        with self._sealed[start:end] as source:
+        with self._piece[: len(into) + TAG_BYTES] as sealed:
+            self._sealed.read(start, sealed)
             try:
-                self._cipher.decrypt_into(nonce, source, associated, into)
+                self._cipher.decrypt_into(nonce, sealed, associated, into)
             except InvalidTag:
                 # The library decrypts before it has checked: what is not authentic is nobody's to read.
                 into[:] = bytes(len(into))

@@ -1,19 +1,20 @@
 """What every peer measures, in its own environment: standard library only.
 
 A peer is a program that is called with a job file and prints one JSON object: `report` makes it of a function that
-generates. A job: "gguf" and "hf" (the same weights), "threads", "streams", "prompts" (token ids, all of one length),
-"long_prompt", "max_tokens", "rounds".
+generates. A job: "gguf" and "hf" (the same weights), "threads", "tasks" and "rounds". A task has a "name", "prompts"
+(token ids, all of one length) and "tokens" to generate for each: 0 measures the prompts, more the answers.
 """
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Generates greedily for all prompts at once, to exactly so many tokens each, ignoring ends; returns tokens generated.
-Generate = Callable[[Sequence[Sequence[int]], int], int]
+# Generates greedily for all prompts at once, to exactly so many tokens each, ignoring ends.
+Generate = Callable[[Sequence[Sequence[int]], int], None]
 
 
 def job() -> dict[str, Any]:
@@ -23,24 +24,27 @@ def job() -> dict[str, Any]:
 
 
 def report(name: str, job: dict[str, Any], generate: Generate) -> None:
-    """Measures, and prints what came out.
+    """Measures, and prints what came out: tokens a second for each task, one value for each round.
 
-    "decode" is answers' tokens a second over whole batches, their short prompts included, by number of streams;
-    "prefill" is tokens a second of one long prompt up to its first token. One value for each round.
+    Of prompts: their tokens by the time to the first token of each. Of answers: tokens after the first, by the time
+    that they add to that.
     """
-    decode: dict[str, list[float]] = {}
-    for streams in job["streams"]:
-        prompts = job["prompts"][:streams]
-        generate(prompts, 4)  # warms up
-        decode[str(streams)] = []
-        for _ in range(job["rounds"]):
-            begun = time.perf_counter()
-            tokens = generate(prompts, job["max_tokens"])
-            decode[str(streams)].append(tokens / (time.perf_counter() - begun))
-    prefill = []
-    for _ in range(job["rounds"] + 1):
+
+    def seconds(prompts: Sequence[Sequence[int]], tokens: int) -> float:
         begun = time.perf_counter()
-        generate([job["long_prompt"]], 1)
-        prefill.append(len(job["long_prompt"]) / (time.perf_counter() - begun))
+        generate(prompts, tokens)
+        return time.perf_counter() - begun
+
+    results = {}
+    for task in job["tasks"]:
+        prompts, tokens = task["prompts"], task["tokens"]
+        seconds(prompts, 1 + min(tokens, 4))  # warms up
+        if tokens == 0:
+            total = sum(map(len, prompts))
+            results[task["name"]] = [total / seconds(prompts, 1) for _ in range(job["rounds"])]
+        else:
+            first = statistics.median(seconds(prompts, 1) for _ in range(3))
+            times = [seconds(prompts, 1 + tokens) - first for _ in range(job["rounds"])]
+            results[task["name"]] = [len(prompts) * tokens / taken for taken in times]
     # The marker tells the result from whatever an engine prints.
-    print("RESULT " + json.dumps({"name": name, "decode": decode, "prefill": prefill[1:]}), flush=True)
+    print("RESULT " + json.dumps({"name": name, "tasks": results}), flush=True)

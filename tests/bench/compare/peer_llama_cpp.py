@@ -1,10 +1,12 @@
 """llama.cpp through llama-cpp-python's low-level interface: the GGUF as it is, all sequences in one batch.
 
 The high-level class of the package runs one sequence at a time, so the batch is made here, as llama.cpp's own
-`batched-bench` makes it.
+`batched-bench` makes it. `peer_llama_cpp.py JOB bf16` converts the weights to bfloat16 first.
 """
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import llama_cpp as llama
 import numpy as np
@@ -14,25 +16,39 @@ _UBATCH = 512
 
 
 class Batched:
-    """A model with room for so many sequences of so many tokens."""
+    """A model; with room for as many sequences and tokens as the last call needed."""
 
-    def __init__(self, path: str, threads: int, sequences: int, tokens: int) -> None:
+    def __init__(self, path: str, threads: int) -> None:
         llama.llama_backend_init()
+        self._threads = threads
         self._model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
+        if not self._model:
+            raise SystemExit("llama.cpp does not take the model")
+        self._vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
+        self._room = (0, 0)
+        self._context = self._batch = None
+
+    def _make_room(self, sequences: int, tokens: int) -> None:
+        if self._room[0] == sequences and self._room[1] >= tokens:
+            return
+        if self._context:
+            llama.llama_batch_free(self._batch)
+            llama.llama_free(self._context)
         params = llama.llama_context_default_params()
         params.n_ctx = sequences * tokens
         params.n_batch = max(sequences * tokens, _UBATCH)
         params.n_ubatch = _UBATCH
         params.n_seq_max = sequences
-        params.n_threads = params.n_threads_batch = threads
+        params.n_threads = params.n_threads_batch = self._threads
         self._context = llama.llama_init_from_model(self._model, params)
-        if not self._model or not self._context:
-            raise SystemExit("llama.cpp does not take the model")
-        self._vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
+        if not self._context:
+            raise SystemExit("llama.cpp has no room for the context")
         self._batch = llama.llama_batch_init(params.n_batch, 0, 1)
+        self._room = (sequences, tokens)
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> int:
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
         """See `measuring.Generate`."""
+        self._make_room(len(prompts), len(prompts[0]) + 64 * (tokens // 64 + 1))
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
         rows = [
             (token, position, sequence, position == len(prompt) - 1)
@@ -43,7 +59,6 @@ class Batched:
         for step in range(1, tokens):
             length = len(prompts[0]) + step - 1
             newest = self._decode([(token, length, sequence, True) for sequence, token in enumerate(newest)])
-        return tokens * len(prompts)
 
     def _decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> list[int]:
         """Computes rows of (token, position, sequence, wanted); the likeliest token of each wanted row."""
@@ -64,11 +79,23 @@ class Batched:
         ]
 
 
+def converted(path: str) -> str:
+    """The same weights in bfloat16, in a file beside the original's copy."""
+    target = str(Path(sys.argv[1]).with_name("bf16.gguf"))
+    if not Path(target).exists():
+        params = llama.llama_model_quantize_default_params()
+        params.ftype = llama.LLAMA_FTYPE_MOSTLY_BF16
+        params.allow_requantize = True
+        if llama.llama_model_quantize(path.encode(), target.encode(), params):
+            raise SystemExit("llama.cpp cannot convert the model")
+    return target
+
+
 def main() -> None:
     asked = job()
-    longest = max(len(asked["prompts"][0]) + asked["max_tokens"], len(asked["long_prompt"]) + 1)
-    model = Batched(asked["gguf"], asked["threads"], max(asked["streams"]), longest)
-    report(f"llama.cpp ({llama.__version__} of its package)", asked, model.generate)
+    wide = sys.argv[2:] == ["bf16"]
+    model = Batched(converted(asked["gguf"]) if wide else asked["gguf"], asked["threads"])
+    report("llama.cpp, bf16" if wide else "llama.cpp, as stored", asked, model.generate)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Ours: the engine in this process, on a model owner's arena, below Triton and the app."""
+"""Ours: the engine with scheduler and sampling in this process, on a model owner's arena, below Triton and the app.
+
+`peer_tie.py JOB WEIGHTS` takes `runtime.weights`, or "torch" for the PyTorch executor. No guesses ahead: peers make
+none, and greedy answers to random prompts repeat themselves.
+"""
 
 import asyncio
 import sys
@@ -16,18 +20,23 @@ from tie.proto import runtime_pb2
 
 def main() -> None:
     asked = job()
-    overrides = [f"runtime.threads={asked['threads']}", "runtime.dtype=bf16"]
+    weights = sys.argv[2]
+    executor = "torch" if weights == "torch" else "native"
+    overrides = [f"runtime.threads={asked['threads']}", f"runtime.executor={executor}", "runtime.speculation=off"]
+    if executor == "native":
+        overrides.append(f"runtime.weights={weights}")
     with running(Path(asked["bundle"]), overrides) as (service, _):
         target = EngineTarget(service.engine)
 
-        async def all_at_once(prompts: Sequence[Sequence[int]], tokens: int) -> int:
+        async def all_at_once(prompts: Sequence[Sequence[int]], tokens: int) -> None:
             requests = [
                 runtime_pb2.GenerateRequest(token_ids=prompt, max_tokens=tokens, ignore_eos=True) for prompt in prompts
             ]
             usages = await asyncio.gather(*(target.generate(request, lambda _at, _count: None) for request in requests))
-            return sum(usage.completion_tokens for usage in usages)
+            if any(usage.completion_tokens != tokens for usage in usages):
+                raise SystemExit("an answer has another length than was asked")
 
-        report("TIE", asked, lambda prompts, tokens: asyncio.run(all_at_once(prompts, tokens)))
+        report(f"TIE, {weights}", asked, lambda prompts, tokens: asyncio.run(all_at_once(prompts, tokens)))
 
 
 if __name__ == "__main__":

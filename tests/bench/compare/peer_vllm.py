@@ -13,22 +13,21 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     import vllm  # reads the environment when it is imported
 
-    longest = max(len(asked["prompts"][0]) + asked["max_tokens"], len(asked["long_prompt"]) + 1)
+    longest = max(len(task["prompts"][0]) + task["tokens"] + 1 for task in asked["tasks"])
     model = vllm.LLM(
         model=asked["hf"],
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=longest + 16,
-        max_num_seqs=max(asked["streams"]),
+        max_num_seqs=max(len(task["prompts"]) for task in asked["tasks"]),
         enable_prefix_caching=False,  # the same prompts come again in every round
     )
 
-    def generate(prompts: Sequence[Sequence[int]], tokens: int) -> int:
+    def generate(prompts: Sequence[Sequence[int]], tokens: int) -> None:
         params = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        answers = model.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
-        return sum(len(answer.outputs[0].token_ids) for answer in answers)
+        model.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
 
-    report(f"vLLM {vllm.__version__}", asked, generate)
+    report(f"vLLM {vllm.__version__}, bf16", asked, generate)
 
 
 if __name__ == "__main__":

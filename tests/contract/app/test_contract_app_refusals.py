@@ -229,6 +229,23 @@ async def test_a_request_that_the_node_ends_is_told_as_cancelled(node, tokenizer
         assert done.finish[0].reason == app_pb2.FINISH_CANCELLED
 
 
+async def test_a_request_cut_by_a_restart_is_told_so(node, tokenizer):
+    async def answer(request):
+        yield node.runtime.tokens(0, tokenizer.encode("ab"))
+        yield node.runtime.failed(runtime_pb2.CODE_REPLACED, "the node had to restart: send it again")
+
+    async with node.runtime.live() as runtime:
+        runtime.answer = answer
+        job = await node.start()
+        await job.ready()
+        await job.ask(request_pb2.InferenceRequest(prompt="x"))
+        texts, done = await job.outcome()
+        assert texts == {0: "ab"}
+        assert (done.status, done.detail) == (app_pb2.STATUS_REPLACED, "the node had to restart: send it again")
+        assert done.finish[0].reason == app_pb2.FINISH_CANCELLED
+        assert done.usage.completion_tokens == 2
+
+
 async def test_the_runtime_s_death_in_mid_stream_is_told_within_two_seconds(node, tokenizer):
     async with node.runtime.live() as runtime:
         job = await streaming(node, tokenizer)

@@ -44,6 +44,7 @@ def spoken(
         end_ids=frozenset(),
         tokenizer=tokenizer,
         grammar=None,
+        closing=None,
         deadline=None,
     )
     said = []

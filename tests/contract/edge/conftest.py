@@ -5,6 +5,7 @@ Jobhelpers are real processes, one for each connection, started as a socket unit
 
 import asyncio
 import contextlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from tie.daemon import config as node_config
 from tie.daemon import frames, rpc, service, socket_path
 from tie.daemon.config import AppConfig, CloudBoardConfig, NodeConfig
 from tie.daemon.padding import pad
-from tie.proto import app_pb2, cloudboard_pb2, cloudboard_pb2_grpc, request_pb2
+from tie.proto import app_pb2, cloudboard_pb2, cloudboard_pb2_grpc, metrics_pb2, metrics_pb2_grpc, request_pb2
 
 DEADLINE_S = 60.0
 
@@ -95,6 +96,7 @@ class Edge:
     acks: list[cloudboard_pb2.NodeAck] = field(default_factory=list)
     _stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     _kps: tuple[service.Lifetime, asyncio.Task[None]] | None = None
+    _apps: set[asyncio.Task[None]] = field(default_factory=set)
     _call: object = None
     _number: int = 0
     _acked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -141,6 +143,24 @@ class Edge:
         """Breaks the Attach stream."""
         self._call.cancel()  # type: ignore[attr-defined]
 
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A bare connection to the ingress."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.config.cloudboard.port)
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def metric(self, line: str) -> None:
+        """Waits until CloudBoard's metrics have a line."""
+        async with asyncio.timeout(DEADLINE_S), rpc.connect(self.config.sockets.node) as channel:
+            stub = metrics_pb2_grpc.MetricsStub(channel)
+            while line not in (await stub.Scrape(metrics_pb2.ScrapeRequest(), timeout=5)).text:
+                await asyncio.sleep(0.01)
+
     async def until(self, condition: Callable[[], bool], deadline: float = DEADLINE_S) -> None:
         """Waits for something that another process brings about."""
         async with asyncio.timeout(deadline):
@@ -154,6 +174,9 @@ class Edge:
     async def _app(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         run = AppRun(reader, writer, self.config.app.buckets)
         self.runs.append(run)
+        task = asyncio.current_task()
+        assert task is not None
+        self._apps.add(task)
         try:
             await run.say(app_pb2.AppOut(ready=app_pb2.Ready()))
             first = await run.next()
@@ -164,7 +187,7 @@ class Edge:
         except (ConnectionError, frames.PeerDiedError):
             pass  # the jobhelper went away, which some tests want
         finally:
-            writer.close()
+            writer.transport.abort()
 
     def _accept(self, listening: socket.socket) -> None:
         connection, _ = listening.accept()
@@ -203,6 +226,7 @@ class Edge:
                 process.terminate()
         for process in self.jobhelpers:
             await asyncio.to_thread(process.wait, 20)
+        await asyncio.wait_for(asyncio.gather(*self._apps), DEADLINE_S)
 
 
 async def _start(
@@ -228,16 +252,21 @@ def _free_port() -> int:
 
 @pytest.fixture
 async def make_edge() -> AsyncIterator[Callable[..., Awaitable[Edge]]]:
-    """Starts an edge; keyword arguments change its configuration."""
+    """Starts an edge, of the fleet of another if so told; other keyword arguments change its configuration."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def make(standby: int = 1, app: AppConfig | None = None, **cloudboard: object) -> Edge:
+        async def make(
+            standby: int = 1, app: AppConfig | None = None, fleet: Edge | None = None, **cloudboard: object
+        ) -> Edge:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="edge", dir="/tmp")))
             config = NodeConfig(
                 run_dir=str(directory),
                 app=app or AppConfig(),
                 cloudboard=CloudBoardConfig(port=_free_port(), standby=standby, **cloudboard),  # type: ignore[arg-type]
             )
+            if fleet is not None:
+                config.sockets.statement_key.parent.mkdir(mode=0o700)
+                shutil.copy(fleet.config.sockets.statement_key, config.sockets.statement_key)
             edge = Edge(config=config, config_path=directory / "node.toml")
             stack.push_async_callback(edge.stop)
             await edge.start()

@@ -6,7 +6,6 @@ import time
 import httpx
 import pytest
 
-from tie.daemon import rpc
 from tie.daemon.config import AppConfig
 from tie.daemon.errors import PeerTimeoutError
 from tie.device import AsyncClient
@@ -22,7 +21,7 @@ from tie.device.session import Session
 from tie.envelope.frames import FrameSplitter, frame
 from tie.envelope.sealing import PrivateKey
 from tie.envelope.statement import NodeKey, StatementError
-from tie.proto import app_pb2, cloudboard_pb2, envelope_pb2, metrics_pb2, metrics_pb2_grpc, request_pb2
+from tie.proto import app_pb2, cloudboard_pb2, envelope_pb2, request_pb2
 
 HELLO = [{"role": "user", "content": "hello there"}]
 SOON_S = 5.0  # the design promises 2; a loaded test machine may stop for a moment
@@ -82,27 +81,53 @@ async def test_an_envelope_for_another_key(edge, client) -> None:
     assert not edge.served
 
 
-@pytest.mark.parametrize("field", ["model", "ciphertext", "last"])
-async def test_a_changed_request_reaches_no_app_in_plaintext(edge, client, field: str) -> None:
-    messages = split((await session(client)).body)
-    match field:
+async def test_an_envelope_for_a_key_that_is_no_more(edge, client) -> None:
+    body = (await session(client)).body
+    await edge.stop_kps()
+    await edge.start_kps()
+    reply = await post(edge, body)
+    assert (reply.status_code, reply.json()["error"]) == (409, "unknown_key")
+    assert not edge.served
+
+
+async def test_an_envelope_for_another_node(edge, client) -> None:
+    known = await client.node()
+    other = NodeKey("node-1", known.public, known.not_after)
+    body = Session(other, request_pb2.InferenceRequest(model="m")).body
+    reply = await post(edge, body)
+    assert (reply.status_code, reply.json()["error"]) == (404, "unknown_node")
+    # With the name of this one on it: the envelope was sealed to the other's name, and does not open.
+    messages = split(body)
+    messages[0].header.node_id = known.node_id
+    reply = await post(edge, joined(messages))
+    assert (reply.status_code, reply.json()["error"]) == (400, "refused")
+    assert not edge.served
+
+
+@pytest.mark.parametrize("change", ["model", "ciphertext", "last chunk", "order", "repeat", "missing", "early end"])
+async def test_a_changed_request_reaches_no_app_in_plaintext(edge, client, change: str) -> None:
+    messages = split((await session(client, "x" * 200_000)).body)
+    match change:
         case "model":
             messages[0].header.model = "another"
         case "ciphertext":
             messages[1].segment.ciphertext = messages[1].segment.ciphertext[:-1] + b"x"
+        case "last chunk":  # all that comes before it is in order
+            messages[-1].segment.ciphertext = messages[-1].segment.ciphertext[:-1] + b"x"
+        case "order":
+            messages[2], messages[3] = messages[3], messages[2]
+        case "repeat":
+            messages.insert(2, messages[2])
+        case "missing":
+            del messages[2]
         case _:
-            messages[-1].segment.last = False
+            del messages[-2:]
+            messages[-1].segment.last = True
     reply = await post(edge, joined(messages))
     assert (reply.status_code, reply.json()["error"]) == (400, "refused")
     await edge.until(lambda: edge.served and edge.served[0].aborted)
     assert edge.served[0].body == b""
     assert await ask(client) == "hello there "
-
-
-async def test_segments_out_of_order(edge, client) -> None:
-    messages = split((await session(client, "x" * 100_000)).body)
-    messages[2], messages[3] = messages[3], messages[2]
-    assert (await post(edge, joined(messages))).json()["error"] == "refused"
 
 
 async def test_a_refusal_arrives_whatever_is_still_being_sent(edge, client) -> None:
@@ -216,10 +241,9 @@ async def test_busy_before_any_of_the_body_is_read(edge, client) -> None:
     with pytest.raises(NodeBusyError):
         await ask(client)
     # The reply comes while the request has not been sent: nothing of it can have been read.
-    reader, writer = await asyncio.open_connection("127.0.0.1", edge.config.cloudboard.port)
-    writer.write(b"POST /v1/requests HTTP/1.1\r\nhost: node\r\ncontent-length: 100000\r\n\r\n")
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
-    writer.close()
+    async with edge.connection() as (reader, writer):
+        writer.write(b"POST /v1/requests HTTP/1.1\r\nhost: node\r\ncontent-length: 100000\r\n\r\n")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
     assert b"503" in head.split(b"\r\n")[0]
     assert b"retry-after: 1" in head
     assert len(edge.served) == served
@@ -275,7 +299,7 @@ async def test_more_at_once_than_allowed(make_edge) -> None:
             await ask(client)
         await answer.close()
         edge.behaviour = echo
-        await _metric(edge, "tie_cloudboard_in_flight 0.0")
+        await edge.metric("tie_cloudboard_in_flight 0.0")
         assert await ask(client) == "hello there "
 
 
@@ -369,14 +393,7 @@ async def test_an_app_that_dies_as_its_request_comes_costs_nothing(edge, client)
 
 async def _settled(edge) -> None:
     """Waits until the pair that stands by is CloudBoard's to give."""
-    await _metric(edge, "tie_cloudboard_standby 1.0")
-
-
-async def _metric(edge, line: str) -> None:
-    async with asyncio.timeout(60), rpc.connect(edge.config.sockets.node) as channel:
-        stub = metrics_pb2_grpc.MetricsStub(channel)
-        while line not in (await stub.Scrape(metrics_pb2.ScrapeRequest(), timeout=5)).text:
-            await asyncio.sleep(0.01)
+    await edge.metric("tie_cloudboard_standby 1.0")
 
 
 async def test_the_device_goes_away_and_the_app_is_told(edge, client) -> None:
@@ -433,11 +450,10 @@ async def test_a_request_that_stops_coming(make_edge) -> None:
     edge = await make_edge(app=AppConfig(idle_timeout_s=0.5))
     async with AsyncClient(edge.url, edge.statement_key) as client:
         body = (await session(client)).body
-        reader, writer = await asyncio.open_connection("127.0.0.1", edge.config.cloudboard.port)
-        writer.write(b"POST /v1/requests HTTP/1.1\r\nhost: node\r\ncontent-length: %d\r\n\r\n" % len(body))
-        writer.write(body[:-5])
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
-        writer.close()
+        async with edge.connection() as (reader, writer):
+            writer.write(b"POST /v1/requests HTTP/1.1\r\nhost: node\r\ncontent-length: %d\r\n\r\n" % len(body))
+            writer.write(body[:-5])
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
         assert b"408" in head.split(b"\r\n")[0]
         assert await ask(client) == "hello there "
 
@@ -462,10 +478,10 @@ async def test_an_envelope_refused_twice_is_an_error(edge, client, monkeypatch) 
     known = await client.node()
     wrong = NodeKey(known.node_id, PrivateKey.generate().public, known.not_after)
 
-    async def node() -> NodeKey:
+    async def key(node) -> NodeKey:
         return wrong
 
-    monkeypatch.setattr(client, "node", node)
+    monkeypatch.setattr(client, "_key", key)
     with pytest.raises(EnvelopeRefusedError) as refused:
         await ask(client)
     assert refused.value.code == "unknown_key"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer import seals
+from kvxfer.buffer import ConsumerBuffer
 from kvxfer.channel import Channel
 from kvxfer.errors import KvxferError, PeerDiedError
 from kvxfer.header import Header
@@ -101,6 +102,37 @@ def test_another_process_reads_what_this_one_writes_and_the_other_way_round():
         assert channel.receive(timeout=10)[0] == b"got it"
     process.kill()
     process.wait(10)
+
+
+COUNT = """
+import sys
+from kvxfer.buffer import ProducerBuffer
+from kvxfer.header import Header
+header = Header("model", "release", "layout", block_tokens=1, block_bytes=1, block_count=200_000, first_token=0,
+                token_count=200_000)
+with ProducerBuffer(int(sys.argv[1]), header) as buffer:
+    print("up", flush=True)
+    for count in range(1, header.block_count + 1):
+        buffer.commit(count)
+"""
+
+
+def test_the_counter_of_another_process_never_goes_backwards():
+    """Whoever polls it sees it whole, neither cleared nor half written. The buffer is sparse: no block is touched."""
+    header = Header(
+        "model", "release", "layout", block_tokens=1, block_bytes=1, block_count=200_000, first_token=0,
+        token_count=200_000,
+    )  # fmt: skip
+    descriptor = seals.create("counter", header.buffer_bytes)
+    command = [sys.executable, "-c", COUNT, str(descriptor)]
+    with subprocess.Popen(command, pass_fds=[descriptor], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"up\n"
+        with ConsumerBuffer(descriptor, max_bytes=1 << 40) as buffer:
+            deadline = time.monotonic() + 60
+            while (count := buffer.committed) < header.block_count:  # raises where it goes backwards
+                assert process.poll() is None or buffer.committed == header.block_count
+                assert time.monotonic() < deadline, count
+    os.close(descriptor)
 
 
 def send_all(channel: Channel) -> None:

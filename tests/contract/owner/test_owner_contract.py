@@ -49,7 +49,7 @@ def _owner(bundle: str, dtype: str = "bf16"):
         config = NodeConfig(
             run_dir=f"{directory}/run",
             model=node_config.ModelConfig(bundle=bundle),
-            runtime=node_config.RuntimeConfig(dtype=dtype),
+            runtime=node_config.RuntimeConfig(executor="torch", dtype=dtype),
         )
         (Path(directory) / "node.toml").write_bytes(node_config.dump(config))
         process = subprocess.Popen(

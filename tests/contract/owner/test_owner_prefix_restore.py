@@ -1,5 +1,6 @@
 """A runtime that restores a prefix pool: every kind of disagreement is injected, and nothing wrong is ever served."""
 
+import gc
 import hashlib
 import mmap
 import os
@@ -101,7 +102,8 @@ class Runtime:
 
 
 def mappings() -> dict[int, str]:
-    """Of pools in this process: where, and with which rights."""
+    """Of pools in this process: where, and with which rights. Those of tests before this one are gone."""
+    gc.collect()
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "tie-prefix-pool" in line]
     return {int(line.split("-")[0], 16): line.split()[1] for line in lines}
 

@@ -1,7 +1,6 @@
 """A real owner and a real AFM Runtime (supervisord, Triton, engine, probe) on a small random model."""
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -10,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -21,6 +21,9 @@ from tie.assets.sample import make_sample_bundle
 from tie.daemon import config as node_config
 from tie.daemon.hardening import die_with_parent
 from tie.proto import engine_pb2
+from tie.runtime.environment import shm_family
+
+T = TypeVar("T")
 
 START_S = 90.0  # importing torch on a busy machine
 STOP_S = 30.0
@@ -45,11 +48,11 @@ def wait_until(condition, timeout: float, what: str) -> None:
 class Runtime:
     """One container, from tie-afm-runtime to the last of its processes."""
 
-    def __init__(self, node: "RuntimeNode") -> None:
+    def __init__(self, node: "RuntimeNode", **environment: str) -> None:
         self.node = node
         self.log = node.directory / f"runtime-{len(node.runtimes)}.log"
         self.began = time.monotonic()
-        self.process = node.start("tie.runtime.launch", self.log)
+        self.process = node.start("tie.runtime.launch", self.log, **environment)
         self.members: set[psutil.Process] = set()
         self.roles: dict[str, psutil.Process] = {}
 
@@ -67,11 +70,39 @@ class Runtime:
 
         wait_until(ready, START_S, f"runtime ready; {self.log.read_text(errors='replace')[-2000:]}")
         self.ready_s = time.monotonic() - self.began
-        self.members = set(psutil.Process(self.process.pid).children(recursive=True))
-        commands = {entry: " ".join(entry.cmdline()[:5]) for entry in self.members}
-        for role, pattern in ROLES.items():
-            (self.roles[role],) = [entry for entry, command in commands.items() if pattern in command]
+        self.identify()
         return self
+
+    def identify(self) -> None:
+        """Learns which process is which, once all have started.
+
+        The engine may be ready while a program beside it is still between fork and exec.
+        """
+        self.roles = {}
+        wait_until(self._found, START_S, "all programs of the container")
+
+    def _found(self) -> bool:
+        commands = self.of_each(lambda member: " ".join(member.cmdline()[:5]))
+        found = {
+            role: [entry for entry, command in commands.items() if pattern in command]
+            for role, pattern in ROLES.items()
+        }
+        if any(len(entries) != 1 for entries in found.values()):
+            return False
+        self.members, self.roles = set(commands), {role: entries[0] for role, entries in found.items()}
+        return True
+
+    def of_each(self, what: Callable[[psutil.Process], T]) -> dict[psutil.Process, T]:
+        """`what` of every process that is in the container now.
+
+        Forks that try grammars out come and go: one that goes meanwhile is left out, one with a role must be there.
+        """
+        found = {}
+        for member in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[member] = what(member)
+        assert found.keys() >= set(self.roles.values())
+        return found
 
     def member(self, role: str) -> psutil.Process:
         """One of the container's processes, by its key in `ROLES`."""
@@ -92,33 +123,43 @@ class Runtime:
 class RuntimeNode:
     """A run directory with an owner; starts runtimes one after another."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, context_tokens: int) -> None:
         self.directory = directory
         self.runtimes: list[Runtime] = []
-        make_sample_bundle(directory / "bundle", context_tokens=1024, system_prompts={"default": "You are a test."})
+        prompts = {"default": "You are a test."}
+        make_sample_bundle(directory / "bundle", context_tokens=context_tokens, system_prompts=prompts)
         self.file = directory / "node.toml"
         self.file.write_text(
             f'run_dir = "{directory}/run"\n[model]\nbundle = "{directory}/bundle"\n'
-            '[runtime]\ndtype = "f32"\nthreads = 1\nkv_tokens = 8192\nmax_running = 8\nmax_waiting = 8\n'
-            "[probe]\ncanary_interval_s = 0.5\n"
+            '[runtime]\ndtype = "f32"\nthreads = 1\n'
+            f"kv_tokens = {8 * context_tokens}\n"
+            "max_running = 8\nmax_waiting = 8\n"
+            "[probe]\ncanary_interval_s = 0.5\ncanary_deadline_s = 0.7\n"
         )
         self.config = node_config.load(self.file)
         self.sockets = self.config.sockets
         self.owner = self.start("model_owner.main", directory / "owner.log")
 
-    def start(self, module: str, log: Path, config: Path | None = None) -> "subprocess.Popen[bytes]":
+    def start(
+        self, module: str, log: Path, config: Path | None = None, **environment: str
+    ) -> "subprocess.Popen[bytes]":
         with log.open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", module, "--config", str(config or self.file)],
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,
+                env={**os.environ, **environment},
                 preexec_fn=lambda: die_with_parent(signal.SIGKILL),  # noqa: PLW1509
             )
 
+    def begin(self, **environment: str) -> Runtime:
+        """Starts a runtime and does not wait for it."""
+        self.runtimes.append(Runtime(self, **environment))
+        return self.runtimes[-1]
+
     def launch(self) -> Runtime:
-        self.runtimes.append(Runtime(self))
-        runtime = self.runtimes[-1].wait_ready()
+        runtime = self.begin().wait_ready()
         assert self.shm_regions() == [], "Triton's shared memory has a name"
         return runtime
 
@@ -127,7 +168,7 @@ class RuntimeNode:
 
     def shm_regions(self) -> list[Path]:
         """Triton's shared memory of this node's runtimes."""
-        family = "tie-" + hashlib.sha256(os.fsencode(self.config.run_dir)).hexdigest()[:8]
+        family = shm_family(self.config.run_dir)
         return [path for path in Path("/dev/shm").iterdir() if path.name.startswith(family)]
 
     def close(self) -> None:
@@ -140,10 +181,11 @@ class RuntimeNode:
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[RuntimeNode]:
+def node(request: pytest.FixtureRequest) -> Iterator[RuntimeNode]:
     """A node without a runtime; tests launch theirs."""
     # Short: a socket's path has at most 107 bytes.
-    node = RuntimeNode(Path(tempfile.mkdtemp(prefix="tie-rt-", dir="/tmp")))
+    directory = Path(tempfile.mkdtemp(prefix="tie-rt-", dir="/tmp"))
+    node = RuntimeNode(directory, getattr(request.module, "CONTEXT_TOKENS", 1024))
     try:
         yield node
     finally:

@@ -1,6 +1,8 @@
 """tie-status-probe over a real runtime: status, watch, warm, metrics, recycle."""
 
 import asyncio
+import contextlib
+import signal
 
 import grpc
 import pytest
@@ -65,12 +67,49 @@ async def test_a_canary_passes_while_every_place_is_taken(probe, node):
 
     async with TritonClient(node.sockets.triton) as client:
         ends = asyncio.gather(*(crowd(client, index) for index in range(16)))
-        states = set()
+        states, canaries = set(), set()
         while not ends.done():
-            states.add((await probe.GetStatus(probe_pb2.GetStatusRequest(), timeout=WAIT_S)).state)
+            status = await probe.GetStatus(probe_pb2.GetStatusRequest(), timeout=WAIT_S)
+            states.add(status.state)
+            canaries.add(status.last_canary.ok)
             await asyncio.sleep(0.05)
     assert all(event.HasField("finished") for event in await ends)
     assert states == {probe_pb2.STATE_READY}
+    assert canaries == {True}
+
+
+@contextlib.contextmanager
+def stopped(process):
+    """Holds a process for the length of the block."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+async def told(probe, condition) -> probe_pb2.RuntimeStatus:
+    """The first status for which `condition` holds."""
+    async with asyncio.timeout(WAIT_S):
+        watch = probe.Watch(probe_pb2.WatchRequest(), timeout=WAIT_S)
+        try:
+            while not condition(status := await watch.read()):
+                pass
+        finally:
+            watch.cancel()
+    return status
+
+
+async def test_a_late_canary_beside_an_engine_at_work_is_no_failure(runtime, node, probe):
+    async with TritonClient(node.sockets.triton) as client:
+        message = pb.GenerateRequest(token_ids=[1, 2], max_tokens=900, ignore_eos=True)
+        events = client.generate(message, timeout=WAIT_S)
+        await anext(events)
+        with stopped(runtime.member("triton")):  # the engine works on; only the way to it is held up
+            status = await told(probe, lambda status: status.last_canary.error != "")
+        assert (status.state, status.last_canary.ok) == (probe_pb2.STATE_READY, True)
+        assert status.last_canary.error == "canary-late"
+        assert [event async for event in events][-1].finished.completion_tokens == 900
 
 
 async def test_recycle_drains_refuses_and_is_followed_by_a_fresh_runtime_on_the_same_weights(runtime, node, probe):

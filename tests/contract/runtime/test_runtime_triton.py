@@ -146,7 +146,7 @@ async def test_a_request_larger_than_tritons_shared_memory_gets_through(client):
 
 async def test_bytes_that_are_no_request_are_refused(client, node):
     (reply,) = await raw_stream(node, infer([b"\xff\xff\xff"]))
-    event = pb.GenerateEvent.FromString(reply.infer_response.raw_output_contents[0][4:])
+    event = pb.GenerateEvent.FromString(reply.infer_response.raw_output_contents[0])
     assert event.failed.code == pb.CODE_INVALID
     assert len(tokens(await collect(client, request()))) == 24
 
@@ -186,9 +186,8 @@ async def test_everything_but_inference_and_health_is_closed(runtime, node, meth
 
 
 def test_no_process_of_the_container_listens_on_a_network(runtime):
-    for member in runtime.members:
-        listening = [entry for entry in member.net_connections(kind="inet") if entry.status == psutil.CONN_LISTEN]
-        assert listening == []
+    connections = runtime.of_each(lambda member: member.net_connections(kind="inet"))
+    assert not [entry for held in connections.values() for entry in held if entry.status == psutil.CONN_LISTEN]
 
 
 def test_sockets_and_shared_memory_are_open_to_those_who_need_them_only(runtime, node):
@@ -199,7 +198,8 @@ def test_sockets_and_shared_memory_are_open_to_those_who_need_them_only(runtime,
 
 
 def test_the_weights_came_by_descriptor(runtime, node):
-    opened = {entry.path for member in runtime.members for entry in member.open_files()}
+    files = runtime.of_each(lambda member: member.open_files())
+    opened = {entry.path for held in files.values() for entry in held}
     weights = {str(path) for path in (node.directory / "bundle").iterdir()}
     assert not opened & weights
     maps = [entry.path for entry in runtime.member("stub").memory_maps(grouped=True)]

@@ -19,7 +19,7 @@ class Store:
     """The daemon, its configuration, and clients of it."""
 
     def __init__(self, directory: Path, **table) -> None:
-        self.config = NodeConfig(run_dir=str(directory), store=StoreConfig(**table))
+        self.config = NodeConfig(run_dir=str(directory), store=StoreConfig(**({"spare_bytes": 0} | table)))
         self.path = self.config.sockets.store
         self._toml = directory / "node.toml"
         self._toml.write_bytes(node_config.dump(self.config))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from kvxfer import seals
 from kvxfer.channel import Channel
+from kvxfer.errors import SealError
 from tie.proto import metrics_pb2, metrics_pb2_grpc, store_pb2
 from tie.store.client import StoreClient, StoreError, random_index
 
@@ -34,6 +35,7 @@ def put(client: StoreClient, index: bytes, content: bytes, ttl_s: float = 0) -> 
     try:
         with mmap.mmap(descriptor, len(content)) as mapping:
             mapping[:] = content
+        seals.add(descriptor, seals.CONTENT)
         client.put(index, ttl_s=ttl_s)
     finally:
         os.close(descriptor)
@@ -90,6 +92,7 @@ def test_what_comes_back_nobody_can_change(store):
     with store.client() as client:
         descriptor = client.new(5000)
         os.pwrite(descriptor, b"first", 0)
+        seals.add(descriptor, seals.CONTENT)
         client.put(index)
         for each in (descriptor, client.get(index)[0]):
             with pytest.raises(PermissionError):
@@ -103,13 +106,18 @@ def test_what_comes_back_nobody_can_change(store):
         assert get(client, index)[:5] == b"first"
 
 
-def test_a_memfd_that_is_still_mapped_is_not_filed_until_it_is_not(store):
+def test_what_can_still_be_written_is_not_filed(store):
     index = random_index()
     with store.client() as client:
         descriptor = client.new(5000)
         with mmap.mmap(descriptor, 5000):
+            with pytest.raises(SealError):
+                seals.add(descriptor, seals.CONTENT)
             assert refusal(client.put, index) == store_pb2.OUTCOME_BUSY
-            assert get(client, index) is None
+        seals.add(descriptor, seals.F_SEAL_FUTURE_WRITE)  # a mapping that is older than this seal can write
+        assert refusal(client.put, index) == store_pb2.OUTCOME_BUSY
+        assert get(client, index) is None
+        seals.add(descriptor, seals.CONTENT)
         client.put(index)
         assert get(client, index) == bytes(5000)
         os.close(descriptor)
@@ -202,6 +210,56 @@ def test_the_store_outlives_its_clients_and_its_entries_do_not_outlive_it(store)
         assert get(client, index) is None
 
 
+def test_a_transient_entry_ends_with_the_connection_that_filed_it(store):
+    index, replaced = random_index(), random_index()
+    with store.client() as reader:
+        with store.client() as writer:
+            for each in (index, replaced):
+                descriptor = writer.new(5000)
+                seals.add(descriptor, seals.CONTENT)
+                writer.put(each, transient=True)
+                os.close(descriptor)
+            assert get(reader, index) == bytes(5000)
+            put(reader, replaced, b"somebody else's by now")
+        wait_for(lambda: get(reader, index) is None)
+        assert get(reader, replaced) == b"somebody else's by now"
+
+
+def test_what_a_large_entry_took_is_given_back(store):
+    """Its memfd is closed on a thread."""
+    with store.client() as client:
+        assert client.get(random_index()) is None
+        before = store.descriptors()
+        index = random_index()
+        put(client, index, bytes(4 << 20))
+        assert store.descriptors() == before + 1
+        put(client, index, bytes(3 << 20))
+        wait_for(lambda: store.descriptors() == before + 1)
+        client.drop(index)
+        descriptor = client.new(4 << 20)
+        os.close(descriptor)
+    wait_for(lambda: store.descriptors() == before - 1)
+
+
+def test_a_large_entry_may_lie_in_memory_that_was_made_ahead_of_need(make_store):
+    store = make_store(spare_bytes=4 << 20)
+    with store.client() as client:
+        assert client.get(random_index()) is None
+        before = store.descriptors()
+        for size in (4 << 20, 3 << 20, (4 << 20) + 1, 4096):
+            index, content = random_index(), secrets.token_bytes(size)
+            descriptor = client.new(size)
+            assert os.fstat(descriptor).st_blocks * 512 >= size  # all its pages are there
+            assert os.pread(descriptor, size, 0) == bytes(size)
+            os.pwrite(descriptor, content, 0)
+            seals.add(descriptor, seals.CONTENT)
+            client.put(index)
+            os.close(descriptor)
+            assert get(client, index) == content
+            client.drop(index)
+        wait_for(lambda: store.descriptors() <= before + 1)
+
+
 def test_nobody_listens_is_an_error(tmp_path):
     with pytest.raises(StoreError):
         StoreClient(tmp_path / "nobody.sock", timeout=1)
@@ -210,6 +268,7 @@ def test_nobody_listens_is_an_error(tmp_path):
 WRITER = """
 import mmap, os, sys
 from pathlib import Path
+from kvxfer import seals
 from tie.store.client import StoreClient, random_index
 client = StoreClient(Path(sys.argv[1]), timeout=10)
 index = bytes.fromhex(sys.argv[2])
@@ -222,6 +281,7 @@ while True:
     with mmap.mmap(descriptor, size) as mapping:
         for start in range(0, size, 1000):
             mapping[start:start + 1000] = bytes([number]) * 1000
+    seals.add(descriptor, seals.CONTENT)
     client.put(index)
     os.close(descriptor)
 """

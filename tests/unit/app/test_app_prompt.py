@@ -63,6 +63,28 @@ def test_a_raw_prompt_begins_as_the_bundle_says(sample):
     assert with_bos.generate_request(request_pb2.InferenceRequest(prompt="ab"), LIMITS, "r").token_ids[:1] == [1]
 
 
+@pytest.mark.parametrize("text", ["x", "é", "\U0001f600"])
+def test_a_hopeless_prompt_is_refused_without_counting_its_tokens(sample, monkeypatch, text):
+    def never(*_args, **_kwargs):
+        raise AssertionError("tokens were counted")
+
+    monkeypatch.setattr(sample.tokenizer, "encode", never)
+    huge = text * 4_000_000
+    for request in (request_pb2.InferenceRequest(prompt=huge), chat(message("user", "Hi"), message("user", huge))):
+        status, detail = refused(sample, request)
+        assert status == "PROMPT_TOO_LONG"
+        assert f"{len(huge.encode()) + (2 if request.messages else 0)} bytes" in detail
+
+
+def test_no_text_that_fits_is_hopeless(sample):
+    tokenizer = sample.tokenizer
+    longest = max(range(tokenizer.vocab_size), key=lambda one: len(tokenizer.token_bytes(one)))
+    text = tokenizer.token_bytes(longest).decode()
+    for count in (1, 7, 256):
+        assert not tokenizer.surely_over(len(text.encode()) * count, count)
+        assert tokenizer.surely_over(len(text.encode()) * count + 1, count)
+
+
 def test_the_answer_gets_what_the_context_leaves(sample):
     made = sample.generate_request(request_pb2.InferenceRequest(prompt="x" * 250), LIMITS, "r")
     assert made.max_tokens == 6

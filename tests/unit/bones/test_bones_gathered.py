@@ -64,6 +64,35 @@ def test_logits_are_the_same_as_without(make_executor):
     assert kept > 100
 
 
+def test_a_group_stays_whoever_comes_and_goes_beside_it(make_executor):
+    """Two decode on; beside them another one in every other step, shorter or longer than they are."""
+    both = [make_executor(num_blocks=400, block_tokens=BLOCK) for _ in range(2)]
+    tables = {key: list(range(20 * key, 20 * key + 20)) for key in range(4)}
+    lengths = {0: 12, 1: 30, 2: 3, 3: 40}
+    for executor, named in zip(both, (True, False), strict=True):
+        for key, length in lengths.items():
+            executor.forward(Batch((SequenceSlice([1] * length, 0, tables[key], 1, key if named else None),)))
+    for step in range(20):
+        guest = 2 + step % 2
+        decoding = [0, 1, guest] if step > 6 else [0, 1]
+        logits = [
+            executor.forward(
+                Batch(
+                    tuple(
+                        SequenceSlice([step], lengths[key], tables[key], 1, key if named else None) for key in decoding
+                    )
+                )
+            )
+            for executor, named in zip(both, (True, False), strict=True)
+        ]
+        assert torch.allclose(*logits, atol=1e-4)
+        lengths = {key: length + (key in decoding) for key, length in lengths.items()}
+        if step > 6:
+            kept = both[0]._attention._gathered._next
+            assert kept[(0, 1)].storage is not None
+            assert kept[(0, 1)].times == step + 1
+
+
 def test_no_more_is_kept_than_may_be(make_executor):
     executor = make_executor(num_blocks=4, block_tokens=BLOCK)  # half of it is less than the room for growth
     for start in range(8):

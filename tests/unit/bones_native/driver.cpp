@@ -20,15 +20,19 @@ using tie::Shape;
 namespace tie {
 struct Engine;
 }
+using Problem = const char*;
+struct RawBatch {  // as in api.cpp
+  const int64_t *counts, *starts, *table_sizes, *logit_counts, *tokens, *blocks, *copied;
+  float* logits;
+  int64_t slices, rows, table_blocks, copies, wanted, threads;
+};
 extern "C" {
-int32_t tie_native_new(const Shape*, uint64_t, int32_t, int32_t, tie::Engine**);
+Problem tie_native_new(const Shape*, uint64_t, int32_t, int32_t, tie::Engine**);
 void tie_native_free(tie::Engine*);
 uint64_t tie_native_block_bytes(const tie::Engine*);
-int32_t tie_native_matrix(tie::Engine*, int32_t, int32_t, int32_t, const void*, uint64_t);
-int32_t tie_native_vector(tie::Engine*, int32_t, int32_t, const void*, uint64_t);
-int32_t tie_native_cache(tie::Engine*, void*, uint64_t, int32_t);
-int32_t tie_native_step(tie::Engine*, int64_t, const int64_t*, const int64_t*, const int64_t*, const int64_t*,
-                        const int64_t*, int64_t, const int64_t*, int64_t, const int64_t*, int64_t, float*, int64_t);
+Problem tie_native_tensor(tie::Engine*, int32_t, int32_t, int32_t, const void*, uint64_t);
+Problem tie_native_cache(tie::Engine*, void*, uint64_t, int32_t);
+Problem tie_native_step(tie::Engine*, const RawBatch*, uint64_t);
 }
 
 namespace {
@@ -54,7 +58,7 @@ Memory memory(size_t bytes, bool random) {
 
 struct Subject {
   Shape shape;
-  int blocks;
+  int blocks, threads;
   std::vector<Memory> kept;
   tie::Engine* engine = nullptr;
 
@@ -63,9 +67,9 @@ struct Subject {
   void matrix(int role, int layer, Format format, int rows, int columns) {
     const size_t bytes = Matrix(format, rows, columns).bytes();
     kept.push_back(memory(bytes, true));
-    require(tie_native_matrix(engine, role, layer, static_cast<int>(format), kept.back().get(), bytes - 64) != 0,
+    require(tie_native_tensor(engine, role, layer, static_cast<int>(format), kept.back().get(), bytes - 64) != nullptr,
             "a short matrix was taken");
-    require(tie_native_matrix(engine, role, layer, static_cast<int>(format), kept.back().get(), bytes) == 0,
+    require(tie_native_tensor(engine, role, layer, static_cast<int>(format), kept.back().get(), bytes) == nullptr,
             "a matrix was refused");
   }
   void vector(int role, int layer, int count) {
@@ -73,7 +77,7 @@ struct Subject {
     kept.push_back(memory(bytes, false));
     float* values = reinterpret_cast<float*>(kept.back().get());
     for (int i = 0; i < count; ++i) values[i] = static_cast<float>(between(-100, 100)) / 100;
-    require(tie_native_vector(engine, role, layer, values, bytes) == 0, "a vector was refused");
+    require(tie_native_tensor(engine, role, layer, 0, values, bytes) == nullptr, "a vector was refused");
   }
 };
 
@@ -85,32 +89,33 @@ void make(Subject& s) {
              static_cast<int>(between(0, 1)), 1e-5f};
   s.blocks = static_cast<int>(between(1, 40));
   const Shape& shape = s.shape;
-  require(tie_native_new(&shape, sizeof shape, static_cast<int>(between(1, 3)), static_cast<int>(between(0, 200)),
-                         &s.engine) == 0, "a shape was refused");
+  s.threads = static_cast<int>(between(1, 3));
+  require(tie_native_new(&shape, sizeof shape, s.threads, static_cast<int>(between(0, 200)),
+                         &s.engine) == nullptr, "a shape was refused");
   const auto format = [] { return static_cast<Format>(between(0, 2)); };
   const int inner = tie::round_up(shape.intermediate, tie::kGroup);
   s.matrix(0, 0, format(), shape.vocab, shape.hidden);
   s.matrix(1, 0, format(), shape.vocab, shape.hidden);
-  s.vector(0, 0, shape.head_dim / 2);
-  s.vector(1, 0, shape.hidden);
+  s.vector(6, 0, shape.head_dim / 2);
+  s.vector(7, 0, shape.hidden);
   for (int layer = 0; layer < shape.layers; ++layer) {
     s.matrix(2, layer, format(), shape.qkv_width(), shape.hidden);
     s.matrix(3, layer, format(), shape.hidden, shape.query_width());
     s.matrix(4, layer, format(), 2 * inner, shape.hidden);
     s.matrix(5, layer, format(), shape.hidden, inner);
-    s.vector(2, layer, shape.hidden);
-    s.vector(3, layer, shape.hidden);
-    if (between(0, 1)) s.vector(4, layer, shape.qkv_width());
-    if (between(0, 1)) s.vector(5, layer, shape.hidden);
+    s.vector(8, layer, shape.hidden);
+    s.vector(9, layer, shape.hidden);
+    if (between(0, 1)) s.vector(10, layer, shape.qkv_width());
+    if (between(0, 1)) s.vector(11, layer, shape.hidden);
     if (shape.qk_norm) {
-      s.vector(6, layer, shape.head_dim);
-      s.vector(7, layer, shape.head_dim);
+      s.vector(12, layer, shape.head_dim);
+      s.vector(13, layer, shape.head_dim);
     }
   }
   const size_t bytes = s.blocks * tie_native_block_bytes(s.engine);
   s.kept.push_back(memory(bytes, true));
-  require(tie_native_cache(s.engine, s.kept.back().get(), bytes - 2, s.blocks) != 0, "a short cache was taken");
-  require(tie_native_cache(s.engine, s.kept.back().get(), bytes, s.blocks) == 0, "a cache was refused");
+  require(tie_native_cache(s.engine, s.kept.back().get(), bytes - 2, s.blocks) != nullptr, "a short cache was taken");
+  require(tie_native_cache(s.engine, s.kept.back().get(), bytes, s.blocks) == nullptr, "a cache was refused");
 }
 
 // A batch that is mostly sound; `lies` chances in a hundred that any number is not. Whether it was carried out.
@@ -140,10 +145,11 @@ bool step(Subject& s, int lies) {
   for (int64_t count : logits) wanted += count > 0 && count < 100 ? count : 0;
   std::vector<float> out(static_cast<size_t>(wanted) * s.shape.vocab);
   float none;
-  return tie_native_step(s.engine, static_cast<int64_t>(counts.size()), counts.data(), starts.data(), sizes.data(),
-                         logits.data(), tokens.data(), static_cast<int64_t>(tokens.size()), blocks.data(),
-                         static_cast<int64_t>(blocks.size()), copied.data(), static_cast<int64_t>(copied.size() / 2),
-                         out.empty() ? &none : out.data(), wanted) == 0;
+  const RawBatch batch{counts.data(), starts.data(), sizes.data(), logits.data(), tokens.data(), blocks.data(),
+                       copied.data(), out.empty() ? &none : out.data(), static_cast<int64_t>(counts.size()),
+                       static_cast<int64_t>(tokens.size()), static_cast<int64_t>(blocks.size()),
+                       static_cast<int64_t>(copied.size() / 2), wanted, maybe(between(1, s.threads))};
+  return tie_native_step(s.engine, &batch, sizeof batch) == nullptr;
 }
 
 }  // namespace

@@ -155,7 +155,7 @@ def test_refuses_to_view_a_block_outside_the_pool(make, block):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"threads": 0}, {"threads": -1}, {"threads": 1 << 20}, {"num_blocks": 0}, {"block_tokens": 4}, {"weights": "q3"}],
+    [{"threads": 0}, {"threads": -1}, {"threads": 1 << 20}, {"num_blocks": 0}, {"block_tokens": 4}],
 )
 def test_refuses_impossible_arguments(make, models, arguments):
     config = models.config()
@@ -176,8 +176,8 @@ def test_refuses_shapes_beyond_its_bounds(changes):
     names = {"num_heads": "heads", "num_kv_heads": "kv_heads", "hidden_size": "hidden"}
     shape = library.Shape(**(fields | {names.get(name, name): value for name, value in changes.items()}))
     native, engine = library.load(), ctypes.c_void_p()
-    status = native.tie_native_new(ctypes.byref(shape), ctypes.sizeof(shape), 1, 0, ctypes.byref(engine))
-    assert b"shape" in native.tie_native_message(status)
+    problem = native.tie_native_new(ctypes.byref(shape), ctypes.sizeof(shape), 1, 0, ctypes.byref(engine))
+    assert b"shape" in problem
     assert not engine
 
 
@@ -201,14 +201,11 @@ def test_refuses_weights_that_are_not_the_models(make, change, message):
 def test_a_step_before_the_weights_is_refused():
     native, engine = library.load(), ctypes.c_void_p()
     shape = library.Shape(64, 64, 1, 2, 1, 16, 9, 9, 0, 0, 1e-5)
-    assert native.tie_native_new(ctypes.byref(shape), ctypes.sizeof(shape), 1, 0, ctypes.byref(engine)) == 0
-    numbers = np.ones(1, dtype=np.int64)
-    pointer = numbers.ctypes.data
-    logits = np.zeros(9, dtype=np.float32)
-    status = native.tie_native_step(
-        engine, 1, pointer, pointer, pointer, pointer, pointer, 1, pointer, 1, None, 0, logits.ctypes.data, 1
-    )
-    assert b"missing" in native.tie_native_message(status)
+    assert native.tie_native_new(ctypes.byref(shape), ctypes.sizeof(shape), 1, 0, ctypes.byref(engine)) is None
+    numbers, logits = np.ones(1, dtype=np.int64), np.zeros(9, dtype=np.float32)
+    batch = library.RawBatch(*[numbers.ctypes.data] * 6, None, logits.ctypes.data, 1, 1, 1, 0, 1, 1)
+    assert b"are missing" in native.tie_native_step(engine, ctypes.byref(batch), ctypes.sizeof(batch))
+    assert b"is missing" in native.tie_native_step(engine, ctypes.byref(batch), 1)
     native.tie_native_free(engine)
 
 

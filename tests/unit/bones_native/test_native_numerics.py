@@ -50,6 +50,12 @@ def test_prompt_and_next_token(pair, kind, weights):
     assert distance(native.forward(more), reference.forward(more)) < BOUNDS[weights]
 
 
+def test_matrices_may_be_stored_each_in_its_own_way(pair):
+    native, reference = pair(lambda names: ("q4", "q8", "bf16")[len(names[0]) % 3])
+    prompt = Batch((SequenceSlice(tokens(75), 0, (7, 3, 12, 0, 9), 75),))
+    assert distance(native.forward(prompt), reference.forward(prompt)) < BOUNDS["q4"]
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_mixed_batch_gives_what_each_slice_gives_alone(pair, threads):
     """Two sequences decode, one is being prefilled, one is verified; with any number of threads."""
@@ -103,6 +109,15 @@ def test_the_same_batch_gives_the_same_bits(pair):
     native, _ = pair("q8", threads=2)
     batch = Batch(tuple(SequenceSlice(tokens(20 + i, i), 0, (2 * i, 2 * i + 1), 1) for i in range(9)))
     assert np.array_equal(native.forward(batch), native.forward(batch))
+
+
+def test_fewer_threads_of_a_team_give_the_same_bits(pair):
+    native, _ = pair("q8", threads=4)
+    batch = Batch(tuple(SequenceSlice(tokens(90 + i, i), 0, tuple(range(7 * i, 7 * i + 7)), 1) for i in range(3)))
+    expected = native.forward(batch)
+    for threads in (1, 2, 3):
+        native._threads.choose = lambda _rows, threads=threads: threads
+        assert np.array_equal(native.forward(batch), expected)
 
 
 def test_levels_agree(models):

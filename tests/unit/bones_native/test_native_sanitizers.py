@@ -12,9 +12,13 @@ from tie.bones.native import library
 
 SOURCES = Path(tie.bones.native.__file__).parent
 DRIVER = Path(__file__).with_name("driver.cpp")
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
+AVX512 = [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")]
 FLAGS = {
-    "avx512": [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "avx512bf16")],
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": [*AVX2, *AVX512, "-mavx512bf16"],
+    "avx512vnni": [*AVX2, *AVX512],
+    "avxvnni": [*AVX2, "-mavxvnni"],
+    "avx2": AVX2,
     "portable": [],
 }
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -43,7 +47,7 @@ def _build(folder: Path, sanitizers: str, flags: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-@pytest.mark.parametrize("level", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("level", list(FLAGS))
 def test_nothing_is_touched_that_should_not_be(tmp_path, level, sanitizers):
     if not library.LEVELS[level] <= library.processor_flags():
         pytest.skip("this processor has not its instructions")

@@ -23,7 +23,7 @@ from tie.device.errors import (
 from tie.envelope.errors import EnvelopeError
 from tie.envelope.statement import StatementError
 
-COMMANDS = ("up", "chat", "status", "recycle", "maintenance", "metrics", "doctor", "assets", "demo")
+COMMANDS = ("up", "chat", "status", "events", "gpu", "recycle", "maintenance", "metrics", "doctor", "assets", "demo")
 
 
 def tie(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -57,7 +57,7 @@ def test_an_unknown_command_is_a_usage_error():
     assert tie("frobnicate").returncode == 2
 
 
-@pytest.mark.parametrize("command", [["status"], ["recycle"], ["maintenance", "on"], ["metrics"]])
+@pytest.mark.parametrize("command", [["status"], ["events"], ["gpu"], ["recycle"], ["maintenance", "on"], ["metrics"]])
 def test_without_a_node_the_operators_commands_say_so(command, tmp_path):
     done = tie(*command, TIE_RUN_DIR=str(tmp_path))
     assert done.returncode == 1
@@ -176,6 +176,27 @@ def test_up_refuses_a_path_that_sockets_cannot_have(tmp_path):
     assert "none" in done.stderr or "too long" in done.stderr
 
 
+def test_a_refused_up_leaves_no_directory_behind(tmp_path):
+    (tmp_path / "no-bundle").mkdir()
+    result = tie("up", "--run-dir", str(tmp_path / "new" / "run"), "--bundle", str(tmp_path / "no-bundle"))
+    assert result.returncode == 1
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "kept").touch()
+    assert tie("up", "--run-dir", str(tmp_path / "mine"), "--bundle", str(tmp_path / "no-bundle")).returncode == 1
+    assert (tmp_path / "mine" / "kept").exists()
+
+
+def test_up_takes_the_run_directory_of_its_configuration(tmp_path):
+    chosen = tmp_path / "chosen"
+    chosen.mkdir()
+    chosen.chmod(0o777)  # so that it is refused, by name
+    path = tmp_path / "node.toml"
+    path.write_text(f'run_dir = "{chosen}"\n')
+    done = tie("up", "--config", str(path))
+    assert (done.returncode, str(chosen) in done.stderr) == (1, True)
+
+
 def test_up_refuses_a_setting_that_does_not_exist(tmp_path):
     done = tie("up", "--run-dir", str(tmp_path), "--set", "runtime.colour=red")
     assert done.returncode == 1
@@ -185,7 +206,9 @@ def test_up_refuses_a_setting_that_does_not_exist(tmp_path):
 def test_doctor_tells_people_and_programs(tmp_path):
     result = CliRunner().invoke(doctor, ["--run-dir", str(tmp_path), "--json"], standalone_mode=False)
     checks = json.loads(result.output)
-    assert {"python", "numpy", "torch", "tritonserver", "memfd", "swap", "gpu"} <= {check["name"] for check in checks}
+    assert {"python", "numpy", "executor", "tritonserver", "memfd", "swap", "gpu"} <= {
+        check["name"] for check in checks
+    }
     assert all(check["hint"] for check in checks if check["level"] != "ok")
     assert result.return_value == any(check["level"] == "missing" for check in checks)
     assert "python" in CliRunner().invoke(doctor, ["--run-dir", str(tmp_path)], standalone_mode=False).output

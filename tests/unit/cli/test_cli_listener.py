@@ -93,3 +93,14 @@ async def test_a_live_path_is_not_taken_over() -> None:
             second.start()
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
+
+
+async def test_a_socket_whose_file_is_gone_is_opened_anew() -> None:
+    async with asyncio.timeout(DEADLINE), listening() as (listener, path):
+        assert not listener.heal()
+        path.unlink()
+        assert listener.heal()
+        reader, writer = await asyncio.open_unix_connection(path)
+        assert int(await reader.readline())
+        writer.close()
+        assert not listener.heal()

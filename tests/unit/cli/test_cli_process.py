@@ -52,6 +52,11 @@ async def test_a_missing_program_says_so() -> None:
     assert lines == ["cannot start /nonexistent/program: No such file or directory"]
 
 
+async def test_it_stands_back_as_far_as_it_is_told() -> None:
+    _, lines = await run(python("import os; print(os.nice(0)); print('end')"), niceness=7)
+    assert lines == [str(min(19, os.nice(0) + 7)), "end"]
+
+
 async def test_it_has_its_own_session_and_no_foreign_descriptor() -> None:
     leak = os.open("/dev/null", os.O_RDONLY)
     os.set_inheritable(leak, True)

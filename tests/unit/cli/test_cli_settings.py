@@ -81,3 +81,13 @@ def test_an_installed_node_is_found_by_its_run_directory(tmp_path: Path, monkeyp
     assert settings.load_running(tmp_path / "run") == config
     with pytest.raises(ConfigError):
         settings.load_running(tmp_path / "elsewhere")
+
+
+def test_a_run_directory_is_taken_from_where_it_was_chosen(tmp_path):
+    chosen, silent = tmp_path / "chosen.toml", tmp_path / "silent.toml"
+    chosen.write_text('run_dir = "/elsewhere"\n')
+    silent.write_text('node_id = "a"\n')
+    assert settings.names_run_dir(chosen, ())
+    assert not settings.names_run_dir(silent, ())
+    assert not settings.names_run_dir(None, ("node_id=a",))
+    assert settings.names_run_dir(None, ("run_dir=/elsewhere",))

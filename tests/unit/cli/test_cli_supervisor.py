@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tie.cli import supervisor
 from tie.cli.supervisor import Report, Service, ServiceConfigError, describe_exit
 
 DEADLINE = 20.0
@@ -60,6 +61,22 @@ async def test_it_is_started_again_with_growing_pauses() -> None:
         seen = [await recorder.events.get() for _ in range(3)]
         assert seen == [("ended", 4, 0.1), ("ended", 4, 0.2), ("ended", 4, 0.4)]
         assert service.starts >= 3
+
+
+async def test_one_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_WATCHDOG_S", 0.6)
+    async with running("notify('WATCHDOG=1'); time.sleep(99)") as (service, recorder, _task):
+        assert await recorder.events.get() == ("ended", -9, 0.1)
+        assert service.starts >= 1
+
+
+async def test_one_that_never_promised_to_beat_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_WATCHDOG_S", 0.2)
+    async with running("time.sleep(99)") as (service, recorder, _task):
+        await asyncio.sleep(1.0)
+        assert recorder.events.empty()
+        assert service.child is not None
+        assert service.child.running
 
 
 async def test_a_refused_configuration_is_final() -> None:

@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tie.cloudboard.kps import KeyProtection, RateLimit
+from tie.cloudboard.kps import OVERLAP_S, KeyProtection, RateLimit
 from tie.daemon.config import KpsConfig
 from tie.envelope import sealing, statement
 from tie.envelope.secret import Secret
@@ -85,19 +85,44 @@ def test_the_statement_is_signed_and_its_key_changes_with_its_lifetime() -> None
     pinned = SIGNER.public_key().public_bytes_raw()
     assert statement.verify(first, pinned, now=first.not_before).node_id == "node-0"
     assert first.not_after - first.not_before == 100
-    request = sealed(protection)
     clock.now += 99
     assert protection.statement() == first
     clock.now += 1
-    assert protection.open_dek(request).outcome == kps_pb2.OUTCOME_UNKNOWN_KEY
     assert protection.statement().key_id != first.key_id
+
+
+def test_the_key_before_still_opens_what_is_on_its_way() -> None:
+    clock = Clock()
+    protection = service(clock)
+    opened, late, too_late = (sealed(protection) for _ in range(3))
+    assert protection.open_dek(opened).outcome == kps_pb2.OUTCOME_OK
+    clock.now += 100
+    assert protection.open_dek(late).outcome == kps_pb2.OUTCOME_OK
+    assert protection.open_dek(sealed(protection)).outcome == kps_pb2.OUTCOME_OK
+    for request in (opened, late):
+        assert protection.open_dek(request).outcome == kps_pb2.OUTCOME_REPLAYED
+    clock.now += OVERLAP_S
+    assert protection.open_dek(too_late).outcome == kps_pb2.OUTCOME_UNKNOWN_KEY
+    assert protection.open_dek(opened).outcome == kps_pb2.OUTCOME_UNKNOWN_KEY
 
 
 def test_a_full_replay_set_changes_the_key() -> None:
     protection = service(max_replay_entries=2)
-    requests = [sealed(protection) for _ in range(3)]
-    outcomes = [protection.open_dek(request).outcome for request in requests]
-    assert outcomes == [kps_pb2.OUTCOME_OK, kps_pb2.OUTCOME_OK, kps_pb2.OUTCOME_UNKNOWN_KEY]
+    first = protection.statement().key_id
+    requests = [sealed(protection) for _ in range(5)]
+    outcomes = [protection.open_dek(request).outcome for request in requests[:2]]
+    assert protection.statement().key_id != first
+    outcomes += [protection.open_dek(request).outcome for request in requests[2:]]
+    # On their way when it changed, and no more of them than once more the same.
+    assert outcomes == [kps_pb2.OUTCOME_OK] * 4 + [kps_pb2.OUTCOME_UNKNOWN_KEY]
+
+
+def test_two_keys_are_the_most() -> None:
+    protection = service(max_replay_entries=1)
+    first = [sealed(protection) for _ in range(2)]
+    for _ in range(3):
+        assert protection.open_dek(sealed(protection)).outcome == kps_pb2.OUTCOME_OK
+    assert protection.open_dek(first[0]).outcome == kps_pb2.OUTCOME_UNKNOWN_KEY
 
 
 def test_two_services_have_different_keys() -> None:

@@ -2,16 +2,16 @@
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tie.cloudboard.exchange import DisconnectedError, Exchange
+from tie.cloudboard import sealed_body
+from tie.cloudboard.http.exchange import Exchange
 from tie.cloudboard.replies import RefusedRequestError
-from tie.cloudboard.sealed_body import SealedBody
-from tie.daemon.config import AppConfig, NodeConfig
+from tie.cloudboard.uploads import Uploads
+from tie.daemon.config import AppConfig, CloudBoardConfig, NodeConfig
 from tie.envelope import sealing
 from tie.envelope.frames import frame
 from tie.proto import envelope_pb2
@@ -28,26 +28,38 @@ def segment(*, last: bool) -> envelope_pb2.SealedIn:
     return envelope_pb2.SealedIn(segment=envelope_pb2.SealedSegment(ciphertext=b"x" * 20, last=last))
 
 
-def parse(chunks: Iterable[bytes], *, disconnect: bool = False, length: bytes = b"") -> list[bool]:
+class Stream:
+    """The connection's side, counting what is given back of the window."""
+
+    taken = 0
+
+    def want_body(self) -> None:
+        pass
+
+    def took(self, size: int) -> None:
+        self.taken += size
+
+    def reset(self) -> None:
+        raise AssertionError("the parser ends nothing")
+
+
+def parse(
+    chunks: Iterable[bytes], *, fault: str = "", length: bytes = b"", uploads: Uploads | None = None
+) -> list[bool]:
     """The `last` flags of the segments of a body that comes in `chunks`."""
 
     async def run() -> list[bool]:
-        messages: list[dict[str, Any]] = [
-            {"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks
-        ]
-        end = {"type": "http.disconnect"} if disconnect else {"type": "http.request", "body": b"", "more_body": False}
-        pending = iter([*messages, end])
-
-        async def receive() -> dict[str, Any]:
-            return next(pending)
-
-        async def send(message: Any) -> None:
-            raise AssertionError("the parser sends nothing")
-
+        stream, sent = Stream(), 0
         headers = [(b"content-length", length)] if length else []
-        body = SealedBody(Exchange({"headers": headers}, receive, send), CONFIG)
-        await body.header()
-        return [one.last async for one in body.segments()]
+        exchange = Exchange("POST", "/", headers, stream, 5.0)  # type: ignore[arg-type]
+        for chunk in chunks:
+            exchange.feed(chunk, len(chunk))
+            sent += len(chunk)
+        exchange.end_body(fault)
+        with (uploads or Uploads(CONFIG)).begin() as upload:
+            await sealed_body.receive(exchange, CONFIG.node_id, upload)
+            assert stream.taken == sent
+            return [segment.last for segment in upload.segments]
 
     return asyncio.run(run())
 
@@ -94,6 +106,36 @@ def test_more_than_it_said() -> None:
     assert refused.value.code == "too_large"
 
 
-def test_a_client_that_goes_away() -> None:
-    with pytest.raises(DisconnectedError):
-        parse([serialized(HEADER)], disconnect=True)
+@pytest.mark.parametrize("fault", ["truncated", "bad_request"])
+def test_a_body_that_breaks_off(fault: str) -> None:
+    with pytest.raises(RefusedRequestError) as refused:
+        parse([serialized(HEADER)], fault=fault)
+    assert refused.value.code == fault
+
+
+def test_a_body_without_its_last_segment() -> None:
+    with pytest.raises(RefusedRequestError) as refused:
+        parse([serialized(HEADER, segment(last=False))])
+    assert refused.value.code == "truncated"
+
+
+def test_uploads_hold_what_has_come_and_give_it_back() -> None:
+    config = NodeConfig(cloudboard=CloudBoardConfig(upload_bytes=32 * 1024 * 1024))
+    uploads = Uploads(config)
+    body = serialized(HEADER, segment(last=True))
+    with uploads.begin() as other:
+        other.count(32 * 1024 * 1024 - len(body))
+        assert parse([body], uploads=uploads) == [True]
+        with pytest.raises(RefusedRequestError) as refused:
+            parse([serialized(HEADER, segment(last=False), segment(last=True))], uploads=uploads)
+        assert refused.value.code == "busy"
+        other.drop()
+        assert uploads.held == 0
+    assert uploads.held == 0
+
+
+def test_one_request_fits_whatever_the_configuration_says() -> None:
+    size = 100 * 1024 * 1024
+    uploads = Uploads(NodeConfig(app=AppConfig(max_request_bytes=size)))
+    with uploads.begin() as upload:
+        upload.count(size)

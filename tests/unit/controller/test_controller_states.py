@@ -213,7 +213,10 @@ class Clock:
         self.triggers = Triggers(self.timer, ErrorBackoff(10.0), Patience(grace_s=5.0, runtime_s=60.0))
 
     def wanted(self, now: float, facts: Facts, *, state: State = State.ERROR, age: float = 0.0, memory: Memory = WARM):
-        return self.triggers.wanted(state, age, facts, memory, now)
+        reason = self.triggers.wanted(state, age, facts, memory, now)
+        if reason is not None:
+            self.triggers.began(now, reason)
+        return reason
 
 
 IN_ERROR = replace(GOOD, runtime=replace(RUNTIME, ready=False, state="in-error"))

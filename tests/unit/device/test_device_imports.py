@@ -5,7 +5,6 @@ import sys
 
 NODE_ONLY = (
     "grpc",
-    "hypercorn",
     "tritonclient",
     "numpy",
     "tokenizers",

@@ -153,6 +153,7 @@ def test_kinds_of_errors() -> None:
         app_pb2.STATUS_BUSY: NodeBusyError,
         app_pb2.STATUS_UNKNOWN_MODEL: RequestRefusedError,
         app_pb2.STATUS_RUNTIME_UNAVAILABLE: NodeFailedError,
+        app_pb2.STATUS_REPLACED: NodeFailedError,
         app_pb2.STATUS_DEADLINE_EXCEEDED: PeerTimeoutError,
     }
     for status, kind in kinds.items():

@@ -7,6 +7,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tie.daemon.errors import ConfigError, PeerError
 from tie.device import Client
+from tie.device.nodes import Nodes
 from tie.device.trust import Trust
 from tie.envelope import statement
 from tie.envelope.sealing import PrivateKey
@@ -23,13 +24,13 @@ def signed(lifetime: int = 3600) -> bytes:
 
 
 def test_a_statement_is_kept_while_it_holds() -> None:
-    trust = Trust(PINNED, trust_on_first_use=False)
-    assert trust.node is None
-    assert trust.accept(signed()) == trust.node
-    trust.forget()
-    assert trust.node is None
-    trust.accept(signed(lifetime=20))  # good, and so nearly over that the next request asks again
-    assert trust.node is None
+    node = Nodes("http://127.0.0.1:1", 1.0, Trust(PINNED, trust_on_first_use=False)).first
+    assert node.key is None
+    assert node.accept(signed()) == node.key
+    node.forget()
+    assert node.key is None
+    node.accept(signed(lifetime=20))  # good, and so nearly over that the next request asks again
+    assert node.key is None
 
 
 def test_nothing_is_trusted_unasked() -> None:
@@ -37,17 +38,17 @@ def test_nothing_is_trusted_unasked() -> None:
         Trust(None, trust_on_first_use=False)
     trust = Trust(None, trust_on_first_use=True)
     with pytest.raises(StatementError):
-        trust.accept(signed())
+        trust.verify(signed())
     with pytest.raises(PeerError):
         trust.pin(b"short")
     trust.pin(PINNED)
-    assert trust.accept(signed()).node_id == "node-0"
+    assert trust.verify(signed()).node_id == "node-0"
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xff", b"<html>", signed()[:-1]])
 def test_bytes_that_are_no_statement(data: bytes) -> None:
     with pytest.raises((PeerError, StatementError)):
-        Trust(PINNED, trust_on_first_use=False).accept(data)
+        Trust(PINNED, trust_on_first_use=False).verify(data)
 
 
 def test_key_files(tmp_path) -> None:
@@ -65,3 +66,8 @@ def test_key_files(tmp_path) -> None:
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match="address"):
         Client(url, PINNED)
+
+
+def test_somebody_must_be_asked() -> None:
+    with pytest.raises(ConfigError, match="no node"):
+        Client([], PINNED)

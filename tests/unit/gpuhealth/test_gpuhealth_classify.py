@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gpuhealthd import xid
 from gpuhealthd.classify import Assessment, History, blind, classify
-from gpuhealthd.nvml import FAULT_CODES, NOT_MEASURED, fault_of
+from gpuhealthd.nvml_codes import FAULT_CODES, NOT_MEASURED, fault_of
 from gpuhealthd.rules import FAULTS, RECOVERY, RULES, Policy
 from gpuhealthd.snapshot import Device, Reading, Snapshot
 from gpuhealthd.verdicts import Action, Verdict
@@ -76,12 +76,127 @@ def test_good_hardware_is_healthy_at_the_first_look() -> None:
         ({"ecc_mode": 1.0, "ecc_mode_pending": 0.0}, "ecc-pending", Verdict.DEGRADED, Action.REBOOT),
         ({"ecc_mode": 0.0, "ecc_mode_pending": 0.0}, "ecc-off", Verdict.DEGRADED, Action.REBOOT),
         ({"persistence_mode": 0.0}, "persistence-off", Verdict.DEGRADED, Action.NONE),
+        ({"sram_threshold": 1.0}, "sram-threshold", Verdict.UNAVAILABLE, Action.SERVICE),
+        ({"repair_pending": 1.0}, "repair-pending", Verdict.DEGRADED, Action.RESET_GPU),
+        ({"retired_pending": 1.0}, "retired-pending", Verdict.DEGRADED, Action.RESET_GPU),
+        ({"retired_single": 40.0, "retired_double": 15.0}, "", Verdict.HEALTHY, Action.NONE),
+        ({"retired_single": 50.0, "retired_double": 13.0}, "retired-limit", Verdict.UNAVAILABLE, Action.SERVICE),
+        ({"retired_double": 16.0}, "retired-double-bit", Verdict.DEGRADED, Action.SERVICE),
+        ({"thermal_margin_c": -3.0, "thermal_margin_limit_c": -2.0}, "thermal-margin", Verdict.DEGRADED, Action.NONE),
+        ({"thermal_margin_c": -1.0, "thermal_margin_limit_c": 0.0}, "thermal-margin", Verdict.DEGRADED, Action.NONE),
+        ({"thermal_margin_c": -3.0}, "", Verdict.HEALTHY, Action.NONE),
+        (
+            {"memory_temperature_c": 96.0, "memory_temperature_limit_c": 95.0},
+            "memory-too-hot",
+            Verdict.DEGRADED,
+            Action.NONE,
+        ),
+        ({"nvlink_active": 0.0, "nvlink_inactive": 4.0}, "", Verdict.HEALTHY, Action.NONE),  # no bridge
+        ({"nvlink_active": 17.0, "nvlink_inactive": 1.0}, "nvlink-down", Verdict.UNAVAILABLE, Action.RESET_GPU),
+        ({"fabric_state": 0.0}, "", Verdict.HEALTHY, Action.NONE),
+        ({"fabric_state": 1.0}, "fabric-not-started", Verdict.UNAVAILABLE, Action.SERVICE),
+        ({"fabric_state": 2.0}, "fabric-in-progress", Verdict.DEGRADED, Action.NONE),
+        ({"fabric_state": 3.0, "fabric_status": 0.0, "fabric_health": 0x1AA}, "", Verdict.HEALTHY, Action.NONE),
+        ({"fabric_state": 3.0, "fabric_status": 999.0}, "fabric-failed", Verdict.UNAVAILABLE, Action.SERVICE),
+        ({"fabric_state": 3.0, "fabric_health": 0xA9}, "fabric-unhealthy", Verdict.UNAVAILABLE, Action.SERVICE),
+        ({"fabric_state": 3.0, "fabric_health": 0xA6}, "fabric-unhealthy", Verdict.UNAVAILABLE, Action.SERVICE),
+        ({"fabric_state": 3.0, "fabric_health": 0x9A}, "fabric-unhealthy", Verdict.UNAVAILABLE, Action.SERVICE),
+        ({"fabric_state": 3.0, "fabric_health": 0x6A}, "fabric-unhealthy", Verdict.UNAVAILABLE, Action.SERVICE),
+        ({"fabric_state": 3.0, "fabric_health": 0x5AA}, "fabric-unhealthy", Verdict.UNAVAILABLE, Action.SERVICE),
+        ({"fabric_state": 4.0}, "fabric-unknown", Verdict.UNAVAILABLE, Action.SERVICE),
+        ({"cc_feature": 1.0, "cc_ready": 0.0}, "cc-not-ready", Verdict.UNAVAILABLE, Action.REBOOT),
+        ({"cc_feature": 0.0, "cc_ready": 0.0}, "", Verdict.HEALTHY, Action.NONE),
+        ({"mig_mode": 1.0, "mig_mode_pending": 1.0}, "mig-on", Verdict.UNAVAILABLE, Action.SERVICE),
+        ({"mig_mode": 0.0, "mig_mode_pending": 1.0}, "mig-pending", Verdict.DEGRADED, Action.RESET_GPU),
+        ({"recovery_action": 5.0}, "recovery-imex-domain", Verdict.UNAVAILABLE, Action.REBOOT),
+        ({"recovery_action": 6.0}, "recovery-bus-reset", Verdict.UNAVAILABLE, Action.REBOOT),
+        ({"recovery_action": 7.0}, "recovery-system-reboot", Verdict.UNAVAILABLE, Action.REBOOT),
     ],
 )
 def test_conditions_of_a_gpu(values: dict[str, float], code: str, verdict: Verdict, action: Action) -> None:
     node = Daemon().gpu(**values).node
-    assert node.reasons == (code,)
+    assert node.reasons == ((code,) if code else ())
     assert (node.verdict, node.action) == (verdict, action)
+
+
+# What shows only over several looks: the values of each, and the code that the last one brings.
+@pytest.mark.parametrize(
+    ("looks", "code", "verdict", "action"),
+    [
+        ([{"nvlink_active": 18.0}, {"nvlink_active": 0.0}], "nvlink-down", Verdict.UNAVAILABLE, Action.RESET_GPU),
+        ([{"nvlink_active": 18.0}, {"nvlink_active": None}], "nvlink-down", Verdict.UNAVAILABLE, Action.RESET_GPU),
+        ([{"nvlink_crc": 0.0}, {"nvlink_crc": 101.0}], "nvlink-crc", Verdict.UNAVAILABLE, Action.SERVICE),
+        ([{"nvlink_crc": 0.0}, {"nvlink_crc": 99.0}], "", Verdict.HEALTHY, Action.NONE),
+        ([{"nvlink_replays": 5.0}, {"nvlink_replays": 6.0}], "nvlink-replays", Verdict.DEGRADED, Action.NONE),
+        ([{"nvlink_recoveries": 5.0}, {"nvlink_recoveries": 6.0}], "nvlink-recoveries", Verdict.DEGRADED, Action.NONE),
+        ([{"pcie_replays": n * 2.0} for n in range(3)], "pcie-replays", Verdict.DEGRADED, Action.NONE),
+        ([{"pcie_width": 8.0, "pcie_width_max": 16.0}] * 2, "pcie-width", Verdict.DEGRADED, Action.NONE),
+        ([{"thermal_violation_ns": n * 1e6} for n in range(3)], "thermal-violation", Verdict.DEGRADED, Action.NONE),
+        ([{"retired_double": 15.0}, {"retired_double": 17.0}], "retired-growing", Verdict.UNAVAILABLE, Action.SERVICE),
+        ([{"retired_double": 3.0}, {"retired_double": 5.0}], "", Verdict.HEALTHY, Action.NONE),
+        ([{"clock_events": 0x80}] * 2, "power-brake", Verdict.DEGRADED, Action.NONE),
+        ([{"clock_events": 0x80}] * 30, "power-brake", Verdict.UNAVAILABLE, Action.NONE),
+        ([{"clock_events": 0x08}] * 4, "", Verdict.HEALTHY, Action.NONE),
+        ([{"clock_events": 0x08}] * 5, "hardware-slowdown", Verdict.DEGRADED, Action.NONE),
+        ([{"clock_events": 0x20}] * 5, "software-thermal", Verdict.DEGRADED, Action.NONE),
+        ([{"clock_events": 0x05}] * 40, "", Verdict.HEALTHY, Action.NONE),
+    ],
+)
+def test_conditions_over_time(
+    looks: list[dict[str, float | None]], code: str, verdict: Verdict, action: Action
+) -> None:
+    daemon = Daemon()
+    for values in looks:
+        node = daemon.gpu(**values).node
+    assert (code in node.reasons) == bool(code)
+    assert (node.verdict, node.action) == (verdict, action)
+
+
+def test_rows_over_their_limit_are_more_than_exhausted() -> None:
+    node = Daemon().gpu(remap_uncorrected=513.0).node
+    assert (node.verdict, node.action) == (Verdict.UNAVAILABLE, Action.SERVICE)
+    assert node.reasons == ("remap-over-limit", "remap-exhausted")
+
+
+CONFIDENTIAL = {"cc_feature": 1.0, "cc_environment": 2.0, "cc_devtools": 0.0, "cc_ready": 1.0}
+
+
+@pytest.mark.parametrize("name", CONFIDENTIAL)
+@pytest.mark.parametrize("value", [None, 3.0])
+def test_a_confidential_node_needs_all_of_it(name: str, value: float | None) -> None:
+    policy = Policy(confidential=True)
+    assert Daemon(policy=policy).gpu(**CONFIDENTIAL).node.verdict is Verdict.HEALTHY
+    assert "cc-required" in Daemon(policy=policy).gpu(**{**CONFIDENTIAL, name: value}).node.reasons
+
+
+def test_the_number_of_links_may_be_ordered() -> None:
+    policy = Policy(expected_nvlinks=18)
+    assert Daemon(policy=policy).gpu(nvlink_active=12.0).node.reasons == ("nvlink-down",)
+    assert Daemon(policy=policy).gpu(nvlink_active=18.0).node.verdict is Verdict.HEALTHY
+
+
+def test_a_policy_moves_conditions_both_ways() -> None:
+    verdicts = {
+        "ecc-off": Verdict.UNAVAILABLE,
+        "ecc-uncorrected": Verdict.DEGRADED,
+        "too-hot": Verdict.HEALTHY,
+        "xid-79": Verdict.DEGRADED,
+        "xid-13": Verdict.UNAVAILABLE,
+        "inforom-corrupt": Verdict.UNAVAILABLE,
+        "recovery-gpu-reset": Verdict.DEGRADED,
+    }
+    policy = Policy(verdicts=verdicts)
+    assert Daemon(policy=policy).gpu(ecc_mode=0.0, ecc_mode_pending=0.0).node.verdict is Verdict.UNAVAILABLE
+    assert Daemon(policy=policy).gpu(ecc_uncorrected_volatile=1.0).node.verdict is Verdict.DEGRADED
+    assert Daemon(policy=policy).gpu(temperature_c=95.0).node.reasons == ()
+    assert Daemon(policy=policy).gpu(recovery_action=1.0).node.verdict is Verdict.DEGRADED
+    assert Daemon(policy=policy).see(device(GOOD_GPU, xids=(79,))).node.verdict is Verdict.DEGRADED
+    assert Daemon(policy=policy).see(device(GOOD_GPU, faults=("inforom-corrupt",))).node.verdict is Verdict.UNAVAILABLE
+    daemon = Daemon(policy=policy)
+    daemon.see(device(GOOD_GPU, xids=(13,)))
+    for _ in range(10):
+        node = daemon.gpu().node
+    assert node.reasons == ("xid-13",)  # what makes a GPU unavailable does not pass with time
 
 
 @pytest.mark.parametrize(
@@ -239,6 +354,52 @@ def test_every_number_has_a_rule(number: int) -> None:
     rule = xid.rule(number)
     assert rule.meaning
     assert rule.verdict is not Verdict.UNAVAILABLE or rule.action > Action.RECYCLE_RUNTIME
+
+
+def log_line(*xids: int, fatal: tuple[int, ...] = ()) -> Device:
+    return Device("GPU-1", "GPU", device(GOOD_GPU).readings, log_xids=xids, fatal_xids=fatal)
+
+
+def test_an_xid_that_comes_both_ways_counts_once() -> None:
+    daemon = Daemon()
+    for _ in range(2):
+        assert daemon.see(device(GOOD_GPU, xids=(32,))).node.verdict is Verdict.DEGRADED
+        assert daemon.see(log_line(32)).node.verdict is Verdict.DEGRADED
+    assert daemon.see(log_line(32)).node.verdict is Verdict.UNAVAILABLE  # the third
+
+
+def test_an_nvlink_5_error_is_as_bad_as_its_line_says() -> None:
+    assert Daemon().see(device(GOOD_GPU, xids=(145,))).node.verdict is Verdict.DEGRADED
+    assert Daemon().see(log_line(145)).node.verdict is Verdict.DEGRADED
+    node = Daemon().see(log_line(145, fatal=(145,))).node
+    assert (node.verdict, node.action) == (Verdict.UNAVAILABLE, Action.RESET_GPU)
+
+
+RESET, REBOOT, SERVICE, RECYCLE = Action.RESET_GPU, Action.REBOOT, Action.SERVICE, Action.RECYCLE_RUNTIME
+# Each number of the catalogue, apart from the table itself: what one occurrence alone means.
+XIDS = {
+    **dict.fromkeys((13, 31, 32, 68, 69, 94), (Verdict.DEGRADED, RECYCLE)),
+    **dict.fromkeys((38, 45, 63, 78, 92, 93, 109, 121, 137, 157, 161), (Verdict.DEGRADED, Action.NONE)),
+    **dict.fromkeys(range(144, 151), (Verdict.DEGRADED, Action.NONE)),
+    **dict.fromkeys((43, 154), (Verdict.HEALTHY, Action.NONE)),
+    **dict.fromkeys((46, 48, 61, 62, 74, 95, 110, 119, 120, 136, 140, 143), (Verdict.UNAVAILABLE, RESET)),
+    **dict.fromkeys((155, 156, 158, 166, 167, 169, 170, 172, 173), (Verdict.UNAVAILABLE, RESET)),
+    **dict.fromkeys((79, 151), (Verdict.UNAVAILABLE, REBOOT)),
+    **dict.fromkeys((54, 64), (Verdict.UNAVAILABLE, SERVICE)),
+}
+
+
+@pytest.mark.parametrize("number", sorted(XIDS))
+def test_each_xid(number: int) -> None:
+    verdict, action = XIDS[number]
+    for seen in (device(GOOD_GPU, xids=(number,)), log_line(number)):
+        node = Daemon().see(seen).node
+        assert (node.verdict, node.action) == (verdict, action)
+        assert node.reasons == (() if verdict is Verdict.HEALTHY else (f"xid-{number}",))
+
+
+def test_the_catalogue_is_whole() -> None:
+    assert XIDS.keys() == xid.XIDS.keys()
 
 
 # ---- tables ----

@@ -423,6 +423,7 @@ def test_a_pool_s_buffers_are_zeroed_present_and_used_once():
         assert not any(os.pread(descriptor, HEADER.buffer_bytes, 0))
         os.pwrite(descriptor, b"of one user", 0)
         os.close(descriptor)
+        pool.refill()
         while pool.ready < 2 and time.monotonic() < deadline:
             time.sleep(0.005)
         for _ in range(2):

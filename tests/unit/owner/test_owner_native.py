@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from model_owner.loader import pack
+from model_owner.native import as_stored
+from model_owner.source import Source
+from tie.assets.tensors import StoredTensor
 from tie.bones.arena import TensorEntry, byte_views, tensor_views
 from tie.bones.batch import Batch, SequenceSlice
 from tie.bones.config import ModelConfig
@@ -29,7 +32,7 @@ def _mapped(bundle, layout_id):
     return arena, entries
 
 
-@pytest.mark.parametrize(("weights", "bound"), [("bf16", 0.03), ("q8", 0.05), ("q4", 0.5)])
+@pytest.mark.parametrize(("weights", "bound"), [("auto", 0.03), ("bf16", 0.03), ("q8", 0.05), ("q4", 0.5)])
 def test_executor_on_the_arena(sample, weights, bound):
     """4 bits lose much of a random model; what is packed wrongly loses all."""
     config = ModelConfig.from_json(msgspec.json.encode(sample.manifest.architecture))
@@ -40,6 +43,26 @@ def test_executor_on_the_arena(sample, weights, bound):
     expected = np.asarray(reference.forward(batch))
     difference = np.sqrt(np.mean((native.forward(batch) - expected) ** 2)) / expected.std()
     assert difference < bound
+
+
+@pytest.mark.parametrize(
+    ("encodings", "weights"),
+    [
+        ({"q4_1"}, "q4"),
+        ({"q4_0", "q4_1"}, "q4"),
+        ({"q8_0"}, "q8"),
+        ({"q4_k", "q6_k"}, "q8"),
+        ({"q4_0", "q8_0"}, "q8"),
+        ({"f16"}, "bf16"),
+        ({"q4_1", "f32"}, "bf16"),
+    ],
+)
+def test_matrices_stay_as_they_are_stored(encodings, weights):
+    stored = [
+        StoredTensor(name=encoding, file="x", encoding=encoding, shape=(16, 256), offset=0, bytes=1)
+        for encoding in encodings
+    ]
+    assert as_stored(Source(stored, {}, threading.Event()))(tuple(encodings)) == weights
 
 
 def test_same_bundle_gives_the_same_arena(sample):

@@ -231,7 +231,7 @@ def test_a_deadline_ends_a_request(node):
     assert sink.all()[-1].failed.code == pb.CODE_DEADLINE
 
 
-def test_draining_refuses_finishes_and_then_cancels(node):
+def test_draining_refuses_and_finishes(node):
     engine, executor, _ = node
     executor.gate.clear()
     _, running = submit(engine, max_tokens=3)
@@ -244,14 +244,15 @@ def test_draining_refuses_finishes_and_then_cancels(node):
     assert late.all()[-1].failed.code == pb.CODE_DRAINING
 
 
-def test_a_drain_deadline_cancels_what_is_left(node):
+def test_a_drain_deadline_cuts_what_is_left_and_says_why(node):
     engine, executor, _ = node
     executor.gate.clear()
     _, sink = submit(engine, max_tokens=60, ignore_eos=True)
     assert executor.entered.wait(WAIT_S)
     engine.drain(0.0)
     executor.gate.set()
-    assert sink.all()[-1].finished.reason == pb.REASON_CANCELLED
+    failed = sink.all()[-1].failed
+    assert (failed.code, failed.detail) == (pb.CODE_REPLACED, "the node had to restart: send it again")
     assert idle(engine)
 
 

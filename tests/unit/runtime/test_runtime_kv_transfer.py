@@ -165,8 +165,13 @@ def test_an_import_is_copied_where_it_belongs(transfers, memory):
     fill(promise, FORMAT.header(0, 3), CONTENTS)
     restored = restoring.result(WAIT_S)
     assert restored.block_count == 3
-    restored.copy_into(memory, [5, 9, 2, 7])
-    assert [bytes(memory.block_view(block)) for block in (5, 9, 2)] == CONTENTS
+    target = Sequence(prompt=tuple(range(13)), max_length=20, blocks=[5, 9, 2, 7])
+    assert not restored.copy_into(memory, target, lambda: False)
+    assert target.computed == TOKENS
+    target.blocks, target.computed = [8, 3, 2, 7], 0  # it has lost them and got others
+    assert restored.copy_into(memory, target, lambda: True)
+    assert [bytes(memory.block_view(block)) for block in (8, 3, 2)] == CONTENTS
+    assert target.computed == 3 * TOKENS
     restored.close()
     restored.close()
     promise.close()
@@ -458,6 +463,47 @@ def test_blocks_that_follow_a_prefix_that_is_not_there_are_left_aside(registered
     memory.data[:] = bytes(len(memory.data))
     tokens, end = ask(engine, prompt, restoring=restoring)
     assert (tokens, end.cached_tokens) == (plain, 4 if registered == prompt[:4] else 0)
+
+
+def test_copying_what_was_restored_holds_an_answer_up_for_a_moment_only(engine, transfers, memory):
+    """Beside an answer that streams, a step copies one block where that takes long, and no more."""
+    prompt = list(range(40, 61))
+    promise = promised(transfers.prepare_export("app"))
+    expected, _ = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
+    contents = export(transfers, promise)[:5]
+    wait_for(lambda: engine._pool.statistics().used == 0)
+    did: list[str] = []
+    both = threading.Event()
+    forward = memory.forward
+
+    def step(batch):
+        did.append(f"step of {len(batch.slices)}")
+        assert len(did) == 1 or both.wait(WAIT_S)
+        return forward(batch)
+
+    memory.forward = step
+    clock = iter(range(1 << 20))
+    engine._clock = lambda: float(next(clock))  # every look at it a second later
+    streaming, restored = Collect(), Collect()
+    engine.submit(check(pb.GenerateRequest(token_ids=[1, 2, 3], max_tokens=40), engine.bounds), streaming)
+    promise = promised(transfers.prepare_import("app", 5))
+    restoring = transfers.restore(promise.ticket, len(prompt))
+    fill(promise, FORMAT.header(0, 5), contents)
+    promise.close()
+    blocks = restoring.result(WAIT_S)
+    copy = blocks.copy_into
+    blocks.copy_into = lambda *of: (did.append("copy"), copy(*of))[1]
+    streaming.events.get(timeout=WAIT_S)
+    engine.submit(
+        check(pb.GenerateRequest(token_ids=prompt, max_tokens=6), engine.bounds), restored, restoring=restoring
+    )
+    both.set()
+    events = restored.all()
+    assert [token for event in events for token in event.tokens.token_ids] == expected
+    assert events[-1].finished.cached_tokens == 20
+    streaming.all()
+    first = did.index("copy")
+    assert did[first : first + 10] == ["copy", "step of 1"] * 4 + ["copy", "step of 2"], did
 
 
 def test_wrong_blocks_would_give_another_answer(engine, transfers, memory):

@@ -6,6 +6,7 @@ difference is between two tokens that the model hardly tells apart, that is a ti
 
 import queue
 
+import numpy as np
 import pytest
 import torch
 
@@ -315,3 +316,52 @@ def test_four_times_too_much_load_completes_without_losing_a_block(served, eager
     assert counted(metrics, "preemptions_total")
     for request, answer, sink in zip(wanted, served.alone(wanted), sinks, strict=True):
         served.assert_same(request, answer, sink.answer())
+
+
+LETTERS = list(b"abcd")
+ANSWERS = 384  # of each kind, 8 tokens long
+
+
+def histogram(served, first_seed, *, temperature=1.0, guesses=False):
+    """How often each letter came at each place of an answer, over a fixed set of seeds; and the metrics."""
+    counts, told = np.zeros((8, len(LETTERS))), ""
+    for begin in range(first_seed, first_seed + ANSWERS, 96):
+        wanted = [
+            pb.GenerateRequest(
+                token_ids=list(b"abacadbcbdcdaabbccddab"),
+                max_tokens=8,
+                ignore_eos=True,
+                sampling=pb.Sampling(temperature=temperature, seed=seed, allowed_token_ids=LETTERS),
+            )
+            for seed in range(begin, begin + 96)
+        ]
+        sinks, metrics = served.serve(wanted, guesses=guesses)
+        told += metrics
+        for sink in sinks:
+            for place, token in enumerate(sink.answer()[0]):
+                counts[place, LETTERS.index(token)] += 1
+    assert counts.sum() == 8 * ANSWERS
+    return counts, told
+
+
+def chi_square(one, other):
+    """The two-sample statistic, less its mean, in standard deviations; places with few answers count as one."""
+    statistic, freedom = 0.0, 0
+    for place, difference in zip(one + other, one - other, strict=True):
+        rare = place < 10
+        both, apart = np.append(place[~rare], place[rare].sum()), np.append(difference[~rare], difference[rare].sum())
+        kept = both > 0
+        statistic += (apart[kept] ** 2 / both[kept]).sum()
+        freedom += kept.sum() - 1
+    return (statistic - freedom) / (2 * freedom) ** 0.5
+
+
+def test_guessed_answers_have_the_distribution_of_plain_ones(served, eager):
+    """Other seeds than the plain ones: the same tokens for the same seed would hide a bias that both have."""
+    plain, _ = histogram(served, 0)
+    guessed, metrics = histogram(served, 10_000, guesses=True)
+    for outcome in ("accepted", "rejected"):
+        assert counted(metrics, f'draft_tokens_total{{outcome="{outcome}"}}') > ANSWERS / 4
+    assert chi_square(plain, guessed) < 4
+    warmer, _ = histogram(served, 20_000, temperature=1.5)
+    assert chi_square(plain, warmer) > 6, "the test would not notice"

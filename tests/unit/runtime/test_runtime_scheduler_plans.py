@@ -48,7 +48,7 @@ class World:
         """One step; gives the plan and the sequences that got a token."""
         for entry in self.scheduler.decoding():
             entry.draft = self.draft(entry)
-        plan = self.scheduler.plan(None if pace is None else lambda _decodes, _beside: pace)
+        plan = self.scheduler.plan(None if pace is None else lambda _decodes, _beside, _prompts: pace)
         self.plans += 1
         self.check(plan, pace)
         for copy in plan.copies:

@@ -7,27 +7,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tie.runtime.sequence import Sequence
-from tie.runtime.speculation import LONGEST, PROBE, RETRY, Lookup, Speculation, best_lengths
+from tie.runtime.speculation import LONGEST, LONGEST_LOOK, PLACES, PROBE, RETRY, Lookup, Speculation, best_lengths
 from tie.runtime.step_cost import StepCost
 
 SMALL = st.lists(st.integers(0, 3), max_size=60)
 
 
 def naive_draft(tokens: list[int], most: int) -> tuple[int, ...]:
-    """What followed the last earlier occurrence of the longest run (4, 3 or 2 tokens) that ends the text."""
-    for length in (4, 3, 2):
-        for end in range(len(tokens) - 1, length - 1, -1):
-            if tokens[end - length : end] == tokens[-length:]:
-                text = list(tokens)
-                for index in range(most):
-                    text.append(text[end + index])
-                return tuple(text[len(tokens) :])
-    return ()
+    """What followed the longest earlier occurrence of the text's end, of the last few of its last two tokens."""
+    found = [end for end in range(2, len(tokens)) if tokens[end - 2 : end] == tokens[-2:]][-PLACES:]
+    if not found:
+        return ()
+    lengths = range(2, LONGEST_LOOK + 1)
+    agree = {end: max(n for n in lengths if n <= end and tokens[end - n : end] == tokens[-n:]) for end in found}
+    end = max(found, key=lambda end: (agree[end], end))
+    text = list(tokens)
+    for index in range(most):
+        text.append(text[end + index])
+    return tuple(text[len(tokens) :])
 
 
 @given(SMALL, st.integers(1, LONGEST))
 def test_a_draft_is_what_followed_the_last_time(tokens, most):
     assert Lookup(tokens).draft(most) == naive_draft(tokens, most)
+
+
+def test_a_copy_goes_on_where_it_is_copied_from():
+    text = [1, 2, 3, 4, 5, 6, 7, 8]
+    elsewhere = [9, 3, 4, 0]
+    assert Lookup([*text, *elsewhere, 1, 2, 3, 4]).draft(4) == (5, 6, 7, 8)
 
 
 @given(SMALL, SMALL)
@@ -60,6 +68,21 @@ def test_cost_follows_the_machine_and_not_an_outlier():
     assert cost.seconds(8) == pytest.approx(2.0, rel=0.01)
 
 
+def test_what_gets_dearer_raises_what_was_not_measured_meanwhile():
+    """A prompt's chunks get dearer with its context: a bound on their time must hold from its begin to its end."""
+    cost, patience, reached = StepCost(), 2.0, []
+    for rows in (256, 128, 64, 32, 16, 8):
+        cost.record(rows, 1.0 + rows / 64)
+    context = 0
+    while context < 4096:
+        rows = cost.rows_within(patience, 256)
+        seconds = 1.0 + rows * (1 + context / 2048) / 64
+        cost.record(rows, seconds)
+        reached.append(seconds)
+        context += rows
+    assert max(reached) < 1.4 * patience
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 600), st.floats(0.001, 1)), min_size=1, max_size=30),
     st.floats(0.001, 2),
@@ -84,7 +107,7 @@ def test_a_first_prompt_feels_its_way_up():
 
 def linear(base: float, row: float) -> StepCost:
     cost = StepCost()
-    for rows in range(1, 65):
+    for rows in (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64):  # one of each that are told apart
         cost.record(rows, base + row * rows)
     return cost
 

@@ -30,7 +30,7 @@ def index(number: int) -> bytes:
 
 def table(clock: Clock, **changes) -> Entries:
     values = {"capacity": 16 * PAGE, "max_entry": 4 * PAGE, "max_entries": 16, "ttl_s": 100.0, "turnover_s": 8.0}
-    return Entries(Limits(**(values | changes)), clock)
+    return Entries(Limits(**(values | changes)), clock, lambda descriptor, _: os.close(descriptor))
 
 
 def put(entries: Entries, number: int, size: int = PAGE, ttl_s: float = 0) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-import mmap
 import os
 import secrets
 
@@ -16,6 +15,7 @@ from tie.warden import entry
 from tie.warden.entry import HEADER_BYTES, Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
 from tie.warden.keys import ConversationKey, Root
+from tie.warden.media import InFile, InMemory
 
 SECRET = bytes(range(32))
 SALT = bytes(range(100, 132))
@@ -33,7 +33,7 @@ GOLDEN_HEADER = (
 def seal(key: ConversationKey, blocks=BLOCKS, manifest=MANIFEST, kind=Kind.SEGMENT) -> bytearray:
     shape = Shape.of(manifest, len(blocks), len(blocks[0]) if blocks else 0)
     out = bytearray(shape.entry_bytes)
-    sealer = Sealer(key, kind, manifest, shape, memoryview(out))
+    sealer = Sealer(key, kind, manifest, shape, InMemory(memoryview(out)))
     assert sealer.complete == (not blocks)
     for block in blocks:
         sealer.seal(memoryview(block))
@@ -42,7 +42,7 @@ def seal(key: ConversationKey, blocks=BLOCKS, manifest=MANIFEST, kind=Kind.SEGME
 
 
 def open_all(key: ConversationKey, sealed: bytes, kind=Kind.SEGMENT) -> tuple[bytes, list[bytes]]:
-    opener = Opener(key, kind, memoryview(sealed))
+    opener = Opener(key, kind, InMemory(memoryview(sealed)))
     blocks = []
     for index in range(opener.shape.block_count):
         into = bytearray(opener.shape.block_bytes)
@@ -114,22 +114,39 @@ def test_two_sealings_share_nothing(key):
     assert same < len(one) // 100
 
 
-def test_memory_to_memory_through_memfds(key):
+def test_through_a_memfd(key):
     blocks = [secrets.token_bytes(4096) for _ in range(4)]
     shape = Shape.of(MANIFEST, 4, 4096)
     descriptor = seals.create("entry", shape.entry_bytes)
     try:
-        with mmap.mmap(descriptor, shape.entry_bytes) as mapping, memoryview(mapping) as out:
-            sealer = Sealer(key, Kind.SEGMENT, MANIFEST, shape, out)
-            for block in blocks:
-                sealer.seal(memoryview(block))
+        sealer = Sealer(key, Kind.SEGMENT, MANIFEST, shape, InFile(descriptor, shape.entry_bytes))
+        for block in blocks:
+            sealer.seal(memoryview(block))
         seals.add(descriptor, seals.IMMUTABLE)
-        with mmap.mmap(descriptor, shape.entry_bytes, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as sealed:
-            opener = Opener(key, Kind.SEGMENT, sealed)
-            into = bytearray(4096)
-            for index in (3, 0, 2, 1):
-                opener.open(index, memoryview(into))
-                assert into == blocks[index]
+        assert open_all(key, os.pread(descriptor, shape.entry_bytes, 0)) == (MANIFEST, blocks)
+        opener = Opener(key, Kind.SEGMENT, InFile(descriptor, shape.entry_bytes))
+        into = bytearray(4096)
+        for index in (3, 0, 2, 1):
+            opener.open(index, memoryview(into))
+            assert into == blocks[index]
+        with pytest.raises(OSError, match="not permitted"):
+            Sealer(key, Kind.SEGMENT, MANIFEST, shape, InFile(descriptor, shape.entry_bytes))
+    finally:
+        os.close(descriptor)
+
+
+def test_an_entry_that_shrinks_while_it_is_read_is_an_error_and_no_signal(key):
+    sealed = seal(key)
+    descriptor = seals.create("entry", len(sealed))
+    try:
+        os.pwrite(descriptor, sealed, 0)
+        opener = Opener(key, Kind.SEGMENT, InFile(descriptor, len(sealed)))
+        os.ftruncate(descriptor, len(sealed) - BLOCK)
+        with pytest.raises(EntryError):
+            opener.open(2, memoryview(bytearray(BLOCK)))
+        os.ftruncate(descriptor, 10)
+        with pytest.raises(EntryError):
+            Opener(key, Kind.SEGMENT, InFile(descriptor, len(sealed)))
     finally:
         os.close(descriptor)
 
@@ -224,7 +241,7 @@ def test_a_key_that_would_decrypt_is_refused_by_the_commitment(key):
 
 def test_what_is_not_authentic_is_left_nowhere(key):
     sealed = seal(key)
-    opener = Opener(key, Kind.SEGMENT, memoryview(sealed))
+    opener = Opener(key, Kind.SEGMENT, InMemory(memoryview(sealed)))
     sealed[piece(1).stop - 1] ^= 1
     into = bytearray(b"x" * BLOCK)
     with pytest.raises(EntryError):
@@ -255,14 +272,14 @@ def test_a_header_that_lies_about_sizes_costs_nothing(count, manifest_bytes, blo
 def test_misuse_is_an_error_of_the_caller(key):
     shape = Shape.of(MANIFEST, 1, BLOCK)
     with pytest.raises(ValueError, match="exactly"):
-        Sealer(key, Kind.SEGMENT, MANIFEST, shape, memoryview(bytearray(shape.entry_bytes + 1)))
-    sealer = Sealer(key, Kind.SEGMENT, MANIFEST, shape, memoryview(bytearray(shape.entry_bytes)))
+        Sealer(key, Kind.SEGMENT, MANIFEST, shape, InMemory(memoryview(bytearray(shape.entry_bytes + 1))))
+    sealer = Sealer(key, Kind.SEGMENT, MANIFEST, shape, InMemory(memoryview(bytearray(shape.entry_bytes))))
     with pytest.raises(ValueError, match="another size"):
         sealer.seal(memoryview(bytes(BLOCK - 1)))
     sealer.seal(memoryview(BLOCKS[0]))
     with pytest.raises(ValueError, match="too many"):
         sealer.seal(memoryview(BLOCKS[0]))
-    opener = Opener(key, Kind.SEGMENT, memoryview(seal(key)))
+    opener = Opener(key, Kind.SEGMENT, InMemory(memoryview(seal(key))))
     for block, size in ((-1, BLOCK), (3, BLOCK), (0, BLOCK - 1)):
         with pytest.raises(ValueError, match="no such block"):
             opener.open(block, memoryview(bytearray(size)))

@@ -1,8 +1,8 @@
 // The library's border: C functions that Python calls through ctypes. Nothing that comes in is believed.
 //
-// Memory that is handed in (weights, cache) must outlive the engine. One call at a time on an engine. Every function
-// returns a status; one that is not kOk means that nothing was changed.
-#include <cstring>
+// Memory that is handed in (weights, cache) must outlive the engine. One call at a time on an engine. Functions return
+// null, or what is wrong: then nothing was changed.
+#include <algorithm>
 #include <memory>
 #include <system_error>
 
@@ -12,60 +12,33 @@
 #define TIE_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace tie {
-namespace {
 
-enum Status : int32_t {  // in the order of kMessages
-  kOk,
-  kNullArgument,
-  kBadShape,
-  kBadThreads,
-  kNoMemory,
-  kNoThreads,
-  kUnknownWeights,
-  kBadWeights,
-  kIncomplete,
-  kEmptyBatch,
-  kEmptySlice,
-  kBadTotals,
-  kBadToken,
-  kTooLong,
-  kNotCovered,
-  kBadBlock,
-  kTooManyLogits,
-  kWrittenTwice,
-  kStatusCount
-};
+using Problem = const char*;
 
-constexpr const char* kMessages[kStatusCount] = {
-    "",
-    "an argument is missing",
-    "the model's shape is not one that this library can run",
-    "the number of threads is impossible",
-    "there is not enough memory",
-    "threads cannot be started",
-    "there are no such weights in the model",
-    "the weights have another size, format or alignment than the model needs",
-    "weights or the KV pool are missing",
-    "the batch is empty",
-    "a slice has no tokens",
-    "the lengths of the batch do not add up",
-    "a token is outside the vocabulary",
-    "a sequence is longer than the model's context",
-    "a block table does not cover its sequence",
-    "a block is outside the pool",
-    "more logits are asked than there are rows",
-    "a block is written twice in one batch",
-};
+constexpr Problem kNone = nullptr;
+constexpr Problem kMissing = "an argument is missing";
+constexpr Problem kBadThreads = "the number of threads is impossible";
+constexpr Problem kNoMemory = "there is not enough memory";
+constexpr Problem kBadWeights = "the weights have another size, format or alignment than the model needs";
+constexpr Problem kBadTotals = "the lengths of the batch do not add up";
+constexpr Problem kBadBlock = "a block is outside the pool";
 
-enum MatrixRole : int32_t { kEmbedding, kHead, kQkv, kOutput, kGateUp, kDown };
-enum VectorRole : int32_t {
+enum Role : int32_t {  // as in executor.py
+  kEmbedding, kHead, kQkv, kOutput, kGateUp, kDown,  // matrices, and vectors from here on
   kFrequencies, kNorm, kAttentionNorm, kFeedForwardNorm, kQkvBias, kOutputBias, kQueryNorm, kKeyNorm
 };
 
 constexpr int64_t kMostRows = 1 << 20;
 constexpr int kMostThreads = 1024;
 
-}  // namespace
+// A batch as it comes in. Filled in Python, field by field: see library.py.
+struct Batch {
+  const int64_t *counts, *starts, *table_sizes, *logit_counts;  // [slices], as in Slice; logits of the last rows
+  const int64_t *tokens, *blocks;  // [rows], [table_blocks]: the slices' tokens and tables, one after another
+  const int64_t* copied;           // [copies][2]
+  float* logits;                   // [wanted][vocab]
+  int64_t slices, rows, table_blocks, copies, wanted, threads;
+};
 
 struct Engine {
   Model model;
@@ -73,7 +46,7 @@ struct Engine {
   Workspace workspace;
   Team team;
   Buffer<int32_t> tokens, positions, owners, tables, wanted;
-  Buffer<bool> written;
+  Buffer<bool> written;  // of each block of the pool, whether the batch writes it; all false between calls
   Buffer<Slice> slices;
 
   Engine(const Shape& shape, int threads, int spins) : layers(new Layer[shape.layers]), team(threads, spins) {
@@ -83,158 +56,142 @@ struct Engine {
 
   bool complete() const {
     const Shape& s = model.shape;
-    if (!model.cache || !model.embedding.data || !model.head.data || !model.norm || !model.frequencies) return false;
+    bool all = model.cache && model.embedding.data && model.head.data && model.norm && model.frequencies;
     for (int i = 0; i < s.layers; ++i) {
       const Layer& l = layers[i];
-      if (!l.qkv.data || !l.output.data || !l.gate_up.data || !l.down.data) return false;
-      if (!l.attention_norm || !l.feed_forward_norm) return false;
-      if (s.qk_norm && !(l.query_norm && l.key_norm)) return false;
+      all = all && l.qkv.data && l.output.data && l.gate_up.data && l.down.data && l.attention_norm &&
+            l.feed_forward_norm && (!s.qk_norm || (l.query_norm && l.key_norm));
     }
-    return true;
+    return all;
   }
+
+  Problem check(const Batch& batch) const;
+  Problem lay_out(const Batch& batch, Step& step);
 };
 
-namespace {
-
-// A batch as it comes in: of each slice the count of tokens, the start, the size of its table, the logits wanted; then
-// all tokens and all tables, one after another; and pairs of blocks, of which the first is copied to the second.
-struct Batch {
-  const int64_t *counts, *starts, *table_sizes, *logits, *tokens, *blocks, *copied;
-  int64_t slices, rows, table_blocks, wanted, copies;
-};
-
-Status check(const Model& model, const Batch& batch) {
-  if (batch.slices < 1) return kEmptyBatch;
+Problem Engine::check(const Batch& batch) const {
+  const int64_t context = model.shape.context;
+  if (batch.slices < 1) return "the batch is empty";
+  if (batch.threads < 1 || batch.threads > team.threads()) return kBadThreads;
   if (batch.slices > kMostRows || batch.rows > kMostRows || batch.copies < 0 || batch.copies > kMostRows)
     return kBadTotals;
   int64_t rows = 0, table_blocks = 0, wanted = 0;
   for (int64_t i = 0; i < batch.slices; ++i) {
     const int64_t count = batch.counts[i], start = batch.starts[i], table = batch.table_sizes[i];
-    if (count < 1) return kEmptySlice;
+    if (count < 1) return "a slice has no tokens";
+    // No sum or product of what has passed so far overflows.
     if (count > batch.rows - rows || table < 0 || table > batch.table_blocks - table_blocks) return kBadTotals;
-    if (start < 0 || start > model.shape.context || count > model.shape.context - start) return kTooLong;
-    if (table > kMostRows || table * kBlockTokens < start + count) return kNotCovered;
-    if (batch.logits[i] < 0 || batch.logits[i] > count) return kTooManyLogits;
+    if (start < 0 || start > context || count > context - start) return "a sequence is longer than the model's context";
+    if (table > kMostRows || table * kBlockTokens < start + count) return "a block table does not cover its sequence";
+    if (batch.logit_counts[i] < 0 || batch.logit_counts[i] > count) return "more logits are asked than there are rows";
     rows += count;
     table_blocks += table;
-    wanted += batch.logits[i];
+    wanted += batch.logit_counts[i];
   }
   if (rows != batch.rows || table_blocks != batch.table_blocks || wanted != batch.wanted) return kBadTotals;
   for (int64_t i = 0; i < rows; ++i)
-    if (batch.tokens[i] < 0 || batch.tokens[i] >= model.shape.vocab) return kBadToken;
+    if (batch.tokens[i] < 0 || batch.tokens[i] >= model.shape.vocab) return "a token is outside the vocabulary";
   for (int64_t i = 0; i < table_blocks; ++i)
     if (batch.blocks[i] < 0 || batch.blocks[i] >= model.blocks) return kBadBlock;
   for (int64_t i = 0; i < 2 * batch.copies; ++i)
     if (batch.copied[i] < 0 || batch.copied[i] >= model.blocks) return kBadBlock;
-  return kOk;
+  return kNone;
 }
 
-// Lays a checked batch out as flat rows. `written`: of each block of the pool, whether the batch writes it; all false
-// before and after.
-Status lay_out(Engine& engine, const Batch& batch, Step& step) {
-  int32_t* tokens = engine.tokens.reserve(batch.rows);
-  int32_t* positions = engine.positions.reserve(batch.rows);
-  int32_t* owners = engine.owners.reserve(batch.rows);
-  int32_t* tables = engine.tables.reserve(batch.table_blocks);
-  int32_t* wanted = engine.wanted.reserve(batch.wanted);
-  bool* written = engine.written.reserve(engine.model.blocks);
-  Slice* slices = engine.slices.reserve(batch.slices);
-  for (int64_t i = 0; i < batch.rows; ++i) tokens[i] = static_cast<int32_t>(batch.tokens[i]);
-  for (int64_t i = 0; i < batch.table_blocks; ++i) tables[i] = static_cast<int32_t>(batch.blocks[i]);
+// A checked batch as flat rows.
+Problem Engine::lay_out(const Batch& batch, Step& step) {
+  step = {static_cast<int>(batch.rows), static_cast<int>(batch.slices), 0, tokens.reserve(batch.rows),
+          positions.reserve(batch.rows), owners.reserve(batch.rows), slices.reserve(batch.slices),
+          wanted.reserve(batch.wanted), batch.logits, true, batch.copied, static_cast<int>(batch.copies), static_cast<int>(batch.threads)};
+  written.reserve(model.blocks);
+  std::copy(batch.blocks, batch.blocks + batch.table_blocks, tables.reserve(batch.table_blocks));
+  std::copy(batch.tokens, batch.tokens + batch.rows, tokens.data());
 
-  Status status = kOk;
-  bool alone = true;
-  int row = 0, rows_wanted = 0;
-  const int32_t* table = tables;
-  for (int i = 0; i < batch.slices; ++i) {
-    Slice& slice = slices[i];
-    slice = {row, static_cast<int>(batch.counts[i]), static_cast<int>(batch.starts[i]), table,
-             static_cast<int>(batch.table_sizes[i])};
-    table += slice.table_blocks;
-    alone = alone && slice.count == 1;
+  bool twice = false;
+  int row = 0;
+  const int32_t* table = tables.data();
+  const auto for_written = [&](const Slice& slice, auto use) {
+    for (int b = slice.start / kBlockTokens; b * kBlockTokens < slice.start + slice.count; ++b)
+      use(written.data()[slice.blocks[b]]);
+  };
+  for (int i = 0; i < step.slices; ++i) {
+    Slice& slice = slices.data()[i];
+    slice = {row, static_cast<int>(batch.counts[i]), static_cast<int>(batch.starts[i]), table};
+    table += batch.table_sizes[i];
+    step.alone = step.alone && slice.count == 1;
     for (int k = 0; k < slice.count; ++k, ++row) {
-      positions[row] = slice.start + k;
-      owners[row] = i;
-      if (k >= slice.count - batch.logits[i]) wanted[rows_wanted++] = row;
+      positions.data()[row] = slice.start + k;
+      owners.data()[row] = i;
+      if (k >= slice.count - batch.logit_counts[i]) wanted.data()[step.wanted++] = row;
     }
-    for (int b = slice.start / kBlockTokens; b * kBlockTokens < slice.start + slice.count; ++b) {
-      if (written[slice.blocks[b]]) status = kWrittenTwice;
-      written[slice.blocks[b]] = true;
-    }
+    for_written(slice, [&](bool& mark) {
+      twice = twice || mark;
+      mark = true;
+    });
   }
-  for (int i = 0; i < batch.slices; ++i)
-    for (int b = 0; b < slices[i].start / kBlockTokens; ++b) alone = alone && !written[slices[i].blocks[b]];
-  for (int i = 0; i < batch.slices; ++i)
-    for (int b = slices[i].start / kBlockTokens; b * kBlockTokens < slices[i].start + slices[i].count; ++b)
-      written[slices[i].blocks[b]] = false;
-  step = {row, static_cast<int>(batch.slices), rows_wanted, tokens, positions, owners, slices, wanted, nullptr, alone, nullptr, 0};
-  return status;
+  for (int i = 0; i < step.slices; ++i)
+    for (int b = 0; b < step.slice[i].start / kBlockTokens; ++b)
+      step.alone = step.alone && !written.data()[step.slice[i].blocks[b]];
+  for (int i = 0; i < step.slices; ++i) for_written(step.slice[i], [](bool& mark) { mark = false; });
+  return twice ? "a block is written twice in one batch" : kNone;
 }
 
-bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; }
+static bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; }
 
-// Where a matrix belongs, with the dimensions that it must have; null: nowhere.
-Matrix* place(Engine& engine, int32_t role, int32_t layer, int& rows, int& columns) {
+// Where a tensor belongs, and its size there. A vector has one row. Both null: nowhere.
+struct Place {
+  Matrix* matrix = nullptr;
+  const float** vector = nullptr;
+  int rows = 0, columns = 0;
+};
+
+static Place place(Engine& engine, int32_t role, int32_t layer) {
   const Shape& s = engine.model.shape;
+  Model& m = engine.model;
+  if (layer < 0 || layer >= s.layers) return {};
+  if (layer && (role == kEmbedding || role == kHead || role == kFrequencies || role == kNorm)) return {};
+  Layer& l = engine.layers[layer];
   const int inner = round_up(s.intermediate, kGroup);
-  if (role == kEmbedding || role == kHead) {
-    rows = s.vocab, columns = s.hidden;
-    return layer == 0 ? role == kHead ? &engine.model.head : &engine.model.embedding : nullptr;
-  }
-  if (layer < 0 || layer >= s.layers) return nullptr;
-  Layer& l = engine.layers[layer];
   switch (role) {
-    case kQkv: rows = s.qkv_width(), columns = s.hidden; return &l.qkv;
-    case kOutput: rows = s.hidden, columns = s.query_width(); return &l.output;
-    case kGateUp: rows = 2 * inner, columns = s.hidden; return &l.gate_up;
-    case kDown: rows = s.hidden, columns = inner; return &l.down;
-    default: return nullptr;
+    case kEmbedding: return {&m.embedding, nullptr, s.vocab, s.hidden};
+    case kHead: return {&m.head, nullptr, s.vocab, s.hidden};
+    case kQkv: return {&l.qkv, nullptr, s.qkv_width(), s.hidden};
+    case kOutput: return {&l.output, nullptr, s.hidden, s.query_width()};
+    case kGateUp: return {&l.gate_up, nullptr, 2 * inner, s.hidden};
+    case kDown: return {&l.down, nullptr, s.hidden, inner};
+    case kFrequencies: return {nullptr, &m.frequencies, 1, s.head_dim / 2};
+    case kNorm: return {nullptr, &m.norm, 1, s.hidden};
+    case kAttentionNorm: return {nullptr, &l.attention_norm, 1, s.hidden};
+    case kFeedForwardNorm: return {nullptr, &l.feed_forward_norm, 1, s.hidden};
+    case kQkvBias: return {nullptr, &l.qkv_bias, 1, s.qkv_width()};
+    case kOutputBias: return {nullptr, &l.output_bias, 1, s.hidden};
+    case kQueryNorm: return {nullptr, s.qk_norm ? &l.query_norm : nullptr, 1, s.head_dim};
+    case kKeyNorm: return {nullptr, s.qk_norm ? &l.key_norm : nullptr, 1, s.head_dim};
+    default: return {};
   }
 }
 
-const float** place(Engine& engine, int32_t role, int32_t layer, int& count) {
-  const Shape& s = engine.model.shape;
-  if (layer < 0 || layer >= s.layers) return nullptr;
-  Layer& l = engine.layers[layer];
-  switch (role) {
-    case kFrequencies: count = s.head_dim / 2; return layer == 0 ? &engine.model.frequencies : nullptr;
-    case kNorm: count = s.hidden; return layer == 0 ? &engine.model.norm : nullptr;
-    case kAttentionNorm: count = s.hidden; return &l.attention_norm;
-    case kFeedForwardNorm: count = s.hidden; return &l.feed_forward_norm;
-    case kQkvBias: count = s.qkv_width(); return &l.qkv_bias;
-    case kOutputBias: count = s.hidden; return &l.output_bias;
-    case kQueryNorm: count = s.head_dim; return s.qk_norm ? &l.query_norm : nullptr;
-    case kKeyNorm: count = s.head_dim; return s.qk_norm ? &l.key_norm : nullptr;
-    default: return nullptr;
-  }
-}
-
-}  // namespace
 }  // namespace tie
 
 using namespace tie;
 
 // Counts changes of this border, so that a library left over from an older build is not called: see library.py.
-TIE_EXPORT int32_t tie_native_border() { return 1; }
+TIE_EXPORT int32_t tie_native_border() { return 3; }
 
 TIE_EXPORT const char* tie_native_level() { return kLevel; }
 
-TIE_EXPORT const char* tie_native_message(int32_t status) {
-  return status >= 0 && status < kStatusCount ? kMessages[status] : "an unknown status";
-}
-
 // Makes an engine for models of a shape. `spins`: how often a waiting thread looks before it sleeps.
-TIE_EXPORT int32_t tie_native_new(const Shape* shape, uint64_t shape_bytes, int32_t threads, int32_t spins,
+TIE_EXPORT Problem tie_native_new(const Shape* shape, uint64_t shape_bytes, int32_t threads, int32_t spins,
                                   Engine** engine) try {
-  if (!shape || !engine) return kNullArgument;
-  if (shape_bytes != sizeof(Shape) || !shape->sound()) return kBadShape;
+  if (!shape || !engine) return kMissing;
+  if (shape_bytes != sizeof(Shape) || !shape->sound()) return "the model's shape is not one that this library can run";
   if (threads < 1 || threads > kMostThreads || spins < 0) return kBadThreads;
   *engine = new Engine(*shape, threads, spins);
-  return kOk;
+  return kNone;
 } catch (const std::bad_alloc&) {
   return kNoMemory;
 } catch (const std::system_error&) {
-  return kNoThreads;
+  return "threads cannot be started";
 }
 
 TIE_EXPORT void tie_native_free(Engine* engine) { delete engine; }
@@ -244,58 +201,43 @@ TIE_EXPORT uint64_t tie_native_block_bytes(const Engine* engine) {
   return engine ? engine->model.shape.block_bytes() : 0;
 }
 
-TIE_EXPORT int32_t tie_native_matrix(Engine* engine, int32_t role, int32_t layer, int32_t format, const void* data,
+// Says where a tensor lies: packed as model.h describes, on a cache line. `format` is of matrices.
+TIE_EXPORT Problem tie_native_tensor(Engine* engine, int32_t role, int32_t layer, int32_t format, const void* data,
                                      uint64_t bytes) {
-  if (!engine || !data) return kNullArgument;
-  int rows = 0, columns = 0;
-  Matrix* to = place(*engine, role, layer, rows, columns);
-  if (!to) return kUnknownWeights;
+  if (!engine || !data) return kMissing;
+  const Place to = place(*engine, role, layer);
+  if (!to.matrix && !to.vector) return "there are no such weights in the model";
   if (format < 0 || format > static_cast<int32_t>(Format::kQ8) || !aligned(data)) return kBadWeights;
-  Matrix matrix(static_cast<Format>(format), rows, columns);
-  if (bytes != matrix.bytes()) return kBadWeights;
+  Matrix matrix(static_cast<Format>(format), to.rows, to.columns);
   matrix.data = static_cast<const uint8_t*>(data);
-  *to = matrix;
-  return kOk;
+  if (bytes != (to.matrix ? matrix.bytes() : matrix.columns * sizeof(float))) return kBadWeights;
+  if (to.matrix)
+    *to.matrix = matrix;
+  else
+    *to.vector = static_cast<const float*>(data);
+  return kNone;
 }
 
-TIE_EXPORT int32_t tie_native_vector(Engine* engine, int32_t role, int32_t layer, const void* data, uint64_t bytes) {
-  if (!engine || !data) return kNullArgument;
-  int count = 0;
-  const float** to = place(*engine, role, layer, count);
-  if (!to) return kUnknownWeights;
-  if (bytes != round_up(count, kGroup) * sizeof(float) || !aligned(data)) return kBadWeights;
-  *to = static_cast<const float*>(data);
-  return kOk;
-}
-
-TIE_EXPORT int32_t tie_native_cache(Engine* engine, void* data, uint64_t bytes, int32_t blocks) {
-  if (!engine || !data) return kNullArgument;
-  if (blocks < 1 || !aligned(data) || bytes / engine->model.shape.block_bytes() != static_cast<uint64_t>(blocks) ||
-      bytes % engine->model.shape.block_bytes())
-    return kBadWeights;
+TIE_EXPORT Problem tie_native_cache(Engine* engine, void* data, uint64_t bytes, int32_t blocks) {
+  if (!engine || !data) return kMissing;
+  const uint64_t block = engine->model.shape.block_bytes();
+  if (blocks < 1 || !aligned(data) || bytes % block || bytes / block != static_cast<uint64_t>(blocks)) return kBadBlock;
   engine->model.cache = static_cast<uint16_t*>(data);
   engine->model.blocks = blocks;
-  return kOk;
+  return kNone;
 }
 
-TIE_EXPORT int32_t tie_native_step(Engine* engine, int64_t slices, const int64_t* counts, const int64_t* starts,
-                                   const int64_t* table_sizes, const int64_t* logit_counts, const int64_t* tokens,
-                                   int64_t rows, const int64_t* blocks, int64_t table_blocks, const int64_t* copied,
-                                   int64_t copies, float* logits, int64_t wanted) try {
-  if (!engine || !counts || !starts || !table_sizes || !logit_counts || !tokens || !blocks ||
-      (copies && !copied) || (wanted && !logits))
-    return kNullArgument;
-  if (!engine->complete()) return kIncomplete;
-  const Batch batch{counts, starts, table_sizes, logit_counts, tokens, blocks, copied,
-                    slices, rows,   table_blocks, wanted, copies};
-  if (const Status status = check(engine->model, batch)) return status;
+TIE_EXPORT Problem tie_native_step(Engine* engine, const Batch* batch, uint64_t batch_bytes) try {
+  if (!engine || !batch || batch_bytes != sizeof(Batch)) return kMissing;
+  if (!batch->counts || !batch->starts || !batch->table_sizes || !batch->logit_counts || !batch->tokens ||
+      !batch->blocks || (batch->copies && !batch->copied) || (batch->wanted && !batch->logits))
+    return kMissing;
+  if (!engine->complete()) return "weights or the KV pool are missing";
+  if (const Problem problem = engine->check(*batch)) return problem;
   Step step;
-  if (const Status status = lay_out(*engine, batch, step)) return status;
-  step.logits = logits;
-  step.copied = copied;
-  step.copies = static_cast<int>(copies);
+  if (const Problem problem = engine->lay_out(*batch, step)) return problem;
   forward(engine->model, step, engine->workspace, engine->team);
-  return kOk;
+  return kNone;
 } catch (const std::bad_alloc&) {
   return kNoMemory;
 }

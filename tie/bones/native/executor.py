@@ -5,7 +5,9 @@ The same interface as `tie.bones.executor.Executor`, with arrays for tensors: a 
 
 import ctypes
 import mmap
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -15,19 +17,18 @@ from tie.bones.batch import Batch, as_ints
 from tie.bones.config import ModelConfig
 from tie.bones.errors import InputError, WeightsError
 from tie.bones.native import library
-from tie.bones.native.packing import FORMATS, GROUP, PackedMatrix, Weights, layout
+from tie.bones.native.packing import FORMATS, GROUP, PackedMatrix, PackedVector, layout
+from tie.bones.native.threads import ThreadChoice
 from tie.bones.rope import rope_frequencies
 
 BLOCK_TOKENS: Final = 16
 SPINS: Final = 4000
 """How often a thread that waits for the others looks before it sleeps: some tens of microseconds."""
 
-# As in api.cpp.
-_MATRICES: Final = {"embedding": 0, "head": 1, "qkv": 2, "output": 3, "gate_up": 4, "down": 5}
-_VECTORS: Final = {
-    "frequencies": 0, "norm": 1, "attention_norm": 2, "feed_forward_norm": 3, "qkv_bias": 4, "output_bias": 5,
-    "query_norm": 6, "key_norm": 7,
-}  # fmt: skip
+_ROLES: Final = (  # as in api.cpp
+    "embedding", "head", "qkv", "output", "gate_up", "down", "frequencies", "norm", "attention_norm",
+    "feed_forward_norm", "qkv_bias", "output_bias", "query_norm", "key_norm",
+)  # fmt: skip
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -38,12 +39,13 @@ class NativeExecutor:
 
     Args:
         config: of the model.
-        tensors: packed for the layout `native-<weights>` (see `packing.layout`): each tensor's bytes, uint8. Used where
-            they lie and never copied.
+        tensors: packed tensors (see `packing.layout`), each one's bytes, uint8. Used where they lie and never copied.
+            How a matrix is stored shows in its size.
         num_blocks: blocks of the KV pool.
         block_tokens: tokens of a block: 16.
-        weights: how matrices are stored.
         threads: that work on a step, the caller's among them.
+        adapt: take fewer of them where that is faster; see `threads.py`.
+        weights: what was asked of the owner, for the name of the layout.
         level: instruction set, a key of `library.LEVELS`; None: the best.
 
     Raises:
@@ -59,16 +61,15 @@ class NativeExecutor:
         *,
         num_blocks: int,
         block_tokens: int,
-        weights: Weights,
         threads: int,
+        adapt: bool = False,
+        weights: str = "auto",
         level: str | None = None,
     ) -> None:
         if block_tokens != BLOCK_TOKENS:
             raise InputError(f"the native executor's blocks have {BLOCK_TOKENS} tokens")
         if num_blocks < 1:
             raise InputError("the KV pool needs at least one block")
-        if weights not in FORMATS:
-            raise InputError(f"the weights must be one of {', '.join(FORMATS)}")
         self.config = config
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -82,18 +83,20 @@ class NativeExecutor:
             config.head_dim, config.vocab_size, config.context_tokens, config.sliding_window or 0, config.qk_norm,
             config.rms_norm_eps,
         )  # fmt: skip
-        status = self._library.tie_native_new(
-            ctypes.byref(shape), ctypes.sizeof(shape), threads, SPINS, ctypes.byref(self._engine)
+        _check(
+            self._library.tie_native_new(
+                ctypes.byref(shape), ctypes.sizeof(shape), threads, SPINS, ctypes.byref(self._engine)
+            ),
+            InputError,
         )
-        self._check(status, InputError)
+        self._threads = ThreadChoice(threads, adapt=adapt)
         self._kept: list[object] = []  # what the engine points to
-        self._take_weights(tensors, weights)
+        self._take_weights(tensors)
         self.block_bytes = int(self._library.tie_native_block_bytes(self._engine))
         # Anonymous memory: zero, on pages of its own, and taken from the machine only when it is first written.
         self._pool = mmap.mmap(-1, num_blocks * self.block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pool = np.frombuffer(self._pool, np.uint8)
-        status = self._library.tie_native_cache(self._engine, pool.ctypes.data, pool.nbytes, num_blocks)
-        self._check(status, InputError)
+        _check(self._library.tie_native_cache(self._engine, pool.ctypes.data, pool.nbytes, num_blocks), InputError)
 
     def __del__(self) -> None:
         """Ends the threads."""
@@ -135,48 +138,52 @@ class NativeExecutor:
         if not 0 <= rows <= len(all_tokens):
             rows = 0  # some slice asks for an impossible number, and will be refused for it
         logits = np.empty((rows, self.vocab_size), dtype=np.float32)
-        status = self._library.tie_native_step(
-            self._engine, len(slices), counts.ctypes.data, starts.ctypes.data, table_sizes.ctypes.data,
-            wanted.ctypes.data, all_tokens.ctypes.data, len(all_tokens), all_blocks.ctypes.data, len(all_blocks),
-            copies.ctypes.data, len(batch.copies), logits.ctypes.data, rows,
+        threads = self._threads.choose(len(all_tokens))
+        raw = library.RawBatch(
+            counts.ctypes.data, starts.ctypes.data, table_sizes.ctypes.data, wanted.ctypes.data,
+            all_tokens.ctypes.data, all_blocks.ctypes.data, copies.ctypes.data, logits.ctypes.data,
+            len(slices), len(all_tokens), len(all_blocks), len(batch.copies), rows,
+            threads,
         )  # fmt: skip
-        self._check(status, InputError)
+        began = time.perf_counter()
+        _check(self._library.tie_native_step(self._engine, ctypes.byref(raw), ctypes.sizeof(raw)), InputError)
+        self._threads.record(len(all_tokens), threads, time.perf_counter() - began)
         return logits
 
-    def _take_weights(self, tensors: Mapping[str, Bytes], weights: Weights) -> None:
+    def _take_weights(self, tensors: Mapping[str, Bytes]) -> None:
         taken = set()
-        for item in layout(self.config, weights):
+        for item in layout(self.config, "bf16"):
             if item.name not in tensors:
                 raise WeightsError(f"the tensor {item.name} is missing")
             taken.add(item.name)
-            self._take(item.name, tensors[item.name], item.weights if isinstance(item, PackedMatrix) else None)
+            self._take(item, tensors[item.name])
             if item.name == "embedding" and isinstance(item, PackedMatrix) and self.config.tie_word_embeddings:
-                self._take("head", tensors["embedding"], item.weights)
+                self._take(replace(item, name="head"), tensors["embedding"])
         if extra := len(tensors.keys() - taken):
             raise WeightsError(f"there are {extra} tensors that a model of this configuration does not have")
         frequencies = rope_frequencies(self.config)
         padded = np.zeros(-(-len(frequencies) // GROUP) * GROUP + 16, dtype=np.float32)
         padded = padded[-padded.ctypes.data % 64 // 4 :][: len(padded) - 16]
         padded[: len(frequencies)] = frequencies
-        self._take("frequencies", padded.view(np.uint8), None)
+        self._take(PackedVector("frequencies", (), len(padded)), padded.view(np.uint8))
 
-    def _take(self, name: str, data: Bytes, weights: Weights | None) -> None:
+    def _take(self, item: PackedMatrix | PackedVector, data: Bytes) -> None:
         """Tells the engine where one tensor lies."""
-        place, _, role = name.rpartition(".")
+        place, _, role = item.name.rpartition(".")
         layer = int(place.removeprefix("layers.")) if place else 0
         if not data.flags.c_contiguous:
-            raise WeightsError(f"the tensor {name} is not contiguous")
-        where = data.ctypes.data, data.nbytes
-        if weights is None:
-            status = self._library.tie_native_vector(self._engine, _VECTORS[role], layer, *where)
-        else:
-            status = self._library.tie_native_matrix(self._engine, _MATRICES[role], layer, FORMATS[weights], *where)
-        self._check(status, WeightsError)
+            raise WeightsError(f"the tensor {item.name} is not contiguous")
+        stored = item.weights_of(data.nbytes) or item.weights if isinstance(item, PackedMatrix) else "bf16"
+        problem = self._library.tie_native_tensor(
+            self._engine, _ROLES.index(role), layer, FORMATS[stored], data.ctypes.data, data.nbytes
+        )
+        _check(problem, WeightsError)
         self._kept.append(data)
 
-    def _check(self, status: int, error: type[InputError] | type[WeightsError]) -> None:
-        if status:
-            raise error(self._library.tie_native_message(status).decode())
+
+def _check(problem: bytes | None, error: type[InputError] | type[WeightsError]) -> None:
+    if problem is not None:
+        raise error(problem.decode())
 
 
 def _numbers(values: Sequence[int] | Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
@@ -187,5 +194,4 @@ def _numbers(values: Sequence[int] | Sequence[tuple[int, int]]) -> npt.NDArray[n
 
 
 def _joined(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """At least one element long, so that there is an address to give."""
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

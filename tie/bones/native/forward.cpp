@@ -16,41 +16,22 @@ namespace {
 
 constexpr int kOwnRows = 4;  // up to so many rows, every member normalises all of them for itself: cheaper than to meet
 
-Activations activations(uint8_t* data, float* scales, int rows, const Matrix& weights) {
-  Activations made{data, scales, 0, 0, 0};
-  made.shape(rows, weights);
-  return made;
-}
-
-size_t data_bytes(int rows, int columns) {  // enough for either width
-  return static_cast<size_t>(round_up(rows, Activations::kSlots)) * round_up(columns, kGroup) * 2;
-}
-
-size_t scale_floats(int rows, int columns) {
-  return static_cast<size_t>(round_up(rows, Activations::kSlots)) * 2 * (round_up(columns, kGroup) / kGroup);
-}
-
 class Forward {
  public:
   Forward(const Model& model, const Step& step, Workspace& space, Team& team)
-      : model_(model), shape_(model.shape), step_(step), team_(team), size_(part_size(shape_)) {
+      : model_(model), shape_(model.shape), step_(step), team_(team), input_(space.input),
+        mixed_(space.mixed), inner_(space.inner), size_(part_size(shape_)) {
     hidden_ = round_up(shape_.hidden, kGroup);
     qkv_ = round_up(shape_.qkv_width(), kTileRows);
     row_floats_ = round_up(shape_.hidden > shape_.query_width() ? shape_.hidden : shape_.query_width(), kGroup);
-    const int rows = step.rows, members = team.size();
-    const int input_rows = rows > kOwnRows ? rows : kOwnRows;
-    const int own = Activations::kSlots * members;  // one block for each member
+    const int rows = step.rows, members = step.threads;
     residual_ = space.residual.reserve(static_cast<size_t>(rows) * hidden_);
     qkv_rows_ = space.qkv.reserve(static_cast<size_t>(rows) * qkv_);
     angles_ = space.angles.reserve(static_cast<size_t>(rows) * shape_.head_dim);
     member_rows_ = space.member_rows.reserve(static_cast<size_t>(members) * row_floats_);
-    const int shared = input_rows > own ? input_rows : own;
-    input_ = space.input.reserve(data_bytes(shared, shape_.hidden));
-    input_scales_ = space.input_scales.reserve(scale_floats(shared, shape_.hidden));
-    mixed_ = space.mixed.reserve(data_bytes(rows, shape_.query_width()));
-    mixed_scales_ = space.mixed_scales.reserve(scale_floats(rows, shape_.query_width()));
-    inner_ = space.inner.reserve(data_bytes(rows, shape_.intermediate));
-    inner_scales_ = space.inner_scales.reserve(scale_floats(rows, shape_.intermediate));
+    input_.reserve(rows, shape_.hidden, members);
+    mixed_.reserve(rows, shape_.query_width());
+    inner_.reserve(rows, shape_.intermediate);
     scratch_ = reinterpret_cast<AttentionScratch*>(space.scratch.reserve(members * sizeof(AttentionScratch)));
     plan_attention(space);
   }
@@ -74,14 +55,14 @@ class Forward {
             for (int head = 0; head < shape_.kv_heads; ++head) file(number, row, head);
         });
       }
-      Activations mixed = activations(mixed_, mixed_scales_, step_.rows, layer.output);
+      Activations mixed = mixed_.take(step_.rows, layer.output);
       team_.share(task_count_, 1, [&](int first, int last) {
         for (int task = first; task < last; ++task) attend_task(member, number, tasks_[task], mixed);
       });
       add_product(layer.output, mixed, layer.output_bias);
 
       x = normalised(member, step_.rows, nullptr, layer.feed_forward_norm, layer.gate_up);
-      Activations inner = activations(inner_, inner_scales_, step_.rows, layer.down);
+      Activations inner = inner_.take(step_.rows, layer.down);
       team_.share(inner.groups, grain(inner.groups), [&](int first, int last) {
         multiply_gated(layer.gate_up, first, last, x, step_.rows, inner);
       });
@@ -99,7 +80,7 @@ class Forward {
   // How many items a member takes at a time: few enough to end together, and, where many rows pass over them, to stay
   // in the nearest cache.
   int grain(int items) const {
-    const int most = step_.rows > Activations::kSlots ? 4 : 32, fair = items / (8 * team_.size());
+    const int most = step_.rows > Activations::kSlots ? 4 : 32, fair = items / (8 * step_.threads);
     return fair < 1 ? 1 : fair > most ? most : fair;
   }
 
@@ -126,12 +107,11 @@ class Forward {
       to.put_row(row, buffer);
     };
     if (rows <= kOwnRows) {
-      Activations own = activations(input_ + member * data_bytes(1, shape_.hidden),
-                                    input_scales_ + member * scale_floats(1, shape_.hidden), rows, weights);
+      Activations own = input_.take(rows, weights, member);
       for (int row = 0; row < rows; ++row) put(own, row);
       return own;
     }
-    Activations all_rows = activations(input_, input_scales_, rows, weights);
+    Activations all_rows = input_.take(rows, weights);
     team_.share(rows, 1, [&](int first, int last) {
       for (int row = first; row < last; ++row) put(all_rows, row);
     });
@@ -207,8 +187,9 @@ class Forward {
     for (int i = 0; i < step_.slices; ++i) count += (step_.slice[i].count + most - 1) / most;
     pieces_ = space.pieces.reserve(count);
     finished_ = space.finished.reserve(count);
-    // Split contexts only where there are too few pieces to keep all members busy.
-    const int wish = (4 * team_.size() + count * shape_.kv_heads - 1) / (count * shape_.kv_heads);
+    // Split contexts only where there are too few pieces to keep the whole team busy: all of it, however many work on
+    // this step, so that their number does not change the result.
+    const int wish = (4 * team_.threads() + count * shape_.kv_heads - 1) / (count * shape_.kv_heads);
     int made = 0, tasks = 0;
     size_t parts = 0;
     for (int i = 0; i < step_.slices; ++i) {
@@ -278,11 +259,10 @@ class Forward {
   const Shape& shape_;
   const Step& step_;
   Team& team_;
+  ActivationBuffer &input_, &mixed_, &inner_;
   const int size_;  // of a part
   int hidden_, qkv_, row_floats_;  // widths with padding
   float *residual_, *qkv_rows_, *angles_, *parts_, *member_rows_;
-  uint8_t *input_, *mixed_, *inner_;
-  float *input_scales_, *mixed_scales_, *inner_scales_;
   AttentionScratch* scratch_;
   Piece* pieces_;
   AttentionTask* tasks_;
@@ -314,7 +294,7 @@ void forward(const Model& model, const Step& step, Workspace& workspace, Team& t
   copy_blocks(model, step);
   clear_begun_blocks(model, step);
   auto body = [&](int member) { pass.run(member); };
-  team.run(body);
+  team.run(step.threads, body);
 }
 
 }  // namespace tie

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <new>
 
-#include "model.h"
+#include "linear.h"
 #include "team.h"
 
 namespace tie {
@@ -51,10 +51,37 @@ struct AttentionTask {
   int piece, head, split;
 };
 
+// Room for activations.
+class ActivationBuffer {
+ public:
+  // For `rows` rows of `columns` columns, of whatever weights; and for `members` blocks of one thread each.
+  void reserve(int rows, int columns, int members = 0) {
+    const size_t blocks = round_up(rows, Activations::kSlots) / Activations::kSlots;
+    const size_t all = blocks > static_cast<size_t>(members) ? blocks : members;
+    columns_ = round_up(columns, kGroup);
+    data_.reserve(all * block_bytes());
+    scales_.reserve(all * block_scales());
+  }
+  // `rows` rows for a product with `weights`, from the block of a member on.
+  Activations take(int rows, const Matrix& weights, int member = 0) const {
+    Activations made{data_.data() + member * block_bytes(), scales_.data() + member * block_scales(), 0, 0, 0};
+    made.shape(rows, weights);
+    return made;
+  }
+
+ private:
+  size_t block_bytes() const { return static_cast<size_t>(Activations::kSlots) * columns_ * sizeof(uint16_t); }
+  size_t block_scales() const { return static_cast<size_t>(Activations::kSlots) * 2 * (columns_ / kGroup); }
+
+  Buffer<uint8_t> data_;
+  Buffer<float> scales_;
+  int columns_ = 0;
+};
+
 struct Workspace {
   Buffer<float> residual, qkv, angles, parts, member_rows;
-  Buffer<uint8_t> input, mixed, inner, scratch;
-  Buffer<float> input_scales, mixed_scales, inner_scales;
+  Buffer<uint8_t> scratch;
+  ActivationBuffer input, mixed, inner;
   Buffer<Piece> pieces;
   Buffer<AttentionTask> tasks;
   Buffer<std::atomic<int>> finished;  // tasks of a piece

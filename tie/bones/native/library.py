@@ -12,11 +12,13 @@ import platform
 from pathlib import Path
 from typing import Final
 
+_AVX2: Final = frozenset(("avx2", "fma", "f16c", "bmi2"))
+_AVX512: Final = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
 LEVELS: Final[dict[str, frozenset[str]]] = {
-    "avx512": frozenset(
-        ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "avx2", "fma", "f16c", "bmi2")
-    ),
-    "avx2": frozenset(("avx2", "fma", "f16c", "bmi2")),
+    "avx512": _AVX512 | {"avx512_bf16"},
+    "avx512vnni": _AVX512,
+    "avxvnni": _AVX2 | {"avx_vnni"},
+    "avx2": _AVX2,
     "portable": frozenset(),
 }
 """Instruction sets, best first, with the processor flags (Linux's names) that each needs."""
@@ -24,7 +26,7 @@ LEVELS: Final[dict[str, frozenset[str]]] = {
 LEVEL_VARIABLE: Final = "TIE_NATIVE_LEVEL"
 """Environment variable that chooses a level instead: for tests and measurements."""
 
-_BORDER: Final = 1  # as api.cpp has it
+_BORDER: Final = 3  # as api.cpp has it
 
 _i32, _i64, _u64, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 
@@ -41,6 +43,29 @@ class Shape(ctypes.Structure):
     )  # fmt: skip
 
 
+class RawBatch(ctypes.Structure):
+    """`tie::Batch` of api.cpp, field by field."""
+
+    _fields_ = (
+        *((name, _pointer) for name in (
+            "counts", "starts", "table_sizes", "logit_counts", "tokens", "blocks", "copied", "logits",
+        )),
+        *((name, _i64) for name in ("slices", "rows", "table_blocks", "copies", "wanted", "threads")),
+    )  # fmt: skip
+
+
+_problem = ctypes.c_char_p  # what is wrong; None: nothing
+_FUNCTIONS: Final = (
+    ("level", ctypes.c_char_p, ()),
+    ("new", _problem, (ctypes.POINTER(Shape), _u64, _i32, _i32, ctypes.POINTER(_pointer))),
+    ("free", None, (_pointer,)),
+    ("block_bytes", _u64, (_pointer,)),
+    ("tensor", _problem, (_pointer, _i32, _i32, _i32, _pointer, _u64)),
+    ("cache", _problem, (_pointer, _pointer, _u64, _i32)),
+    ("step", _problem, (_pointer, ctypes.POINTER(RawBatch), _u64)),
+)
+
+
 def levels() -> tuple[str, ...]:
     """The levels that are built and that this processor has, best first."""
     return tuple(level for level, flags in LEVELS.items() if flags <= processor_flags() and _path(level) is not None)
@@ -49,6 +74,11 @@ def levels() -> tuple[str, ...]:
 def available() -> bool:
     """Whether there is a library for this machine. There is none where the package was built without a compiler."""
     return bool(levels())
+
+
+def fast() -> bool:
+    """Whether there is one with vector instructions that this processor has, or one that the environment names."""
+    return any(level != "portable" for level in levels()) if LEVEL_VARIABLE not in os.environ else available()
 
 
 @functools.cache
@@ -65,21 +95,9 @@ def load(level: str | None = None) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     if not hasattr(library, "tie_native_border") or library.tie_native_border() != _BORDER:
         raise OSError(f"the native library of level {level} is left over from another build: install the package again")
-    library.tie_native_level.restype = ctypes.c_char_p
-    library.tie_native_message.restype = ctypes.c_char_p
-    library.tie_native_message.argtypes = (_i32,)
-    library.tie_native_new.argtypes = (ctypes.POINTER(Shape), _u64, _i32, _i32, ctypes.POINTER(_pointer))
-    library.tie_native_free.restype = None
-    library.tie_native_free.argtypes = (_pointer,)
-    library.tie_native_block_bytes.restype = _u64
-    library.tie_native_block_bytes.argtypes = (_pointer,)
-    library.tie_native_matrix.argtypes = (_pointer, _i32, _i32, _i32, _pointer, _u64)
-    library.tie_native_vector.argtypes = (_pointer, _i32, _i32, _pointer, _u64)
-    library.tie_native_cache.argtypes = (_pointer, _pointer, _u64, _i32)
-    library.tie_native_step.argtypes = (
-        _pointer, _i64, _pointer, _pointer, _pointer, _pointer, _pointer, _i64, _pointer, _i64, _pointer, _i64,
-        _pointer, _i64,
-    )  # fmt: skip
+    for name, result, arguments in _FUNCTIONS:
+        function = getattr(library, f"tie_native_{name}")
+        function.restype, function.argtypes = result, arguments
     return library
 
 

@@ -81,55 +81,32 @@ TIE_INLINE void with_constant(int n, Function f) {
 }
 
 // Each: out[n] = the tile times row n, one output row of the tile to a lane.
-template <int N>
-TIE_INLINE void tile_q4(const uint8_t* codes, const uint8_t* scales, int groups, const uint8_t* x, const float* xs,
-                        F (&out)[N]) {
+template <Format kFormat, int N>
+TIE_INLINE void tile_few_bits(const uint8_t* codes, const uint8_t* scales, int groups, const uint8_t* x,
+                              const float* xs, F (&out)[N]) {
+  constexpr bool kFour = kFormat == Format::kQ4;
   F sums[N];  // not `out` itself: that might lie where the weights are read, as far as the compiler knows
   for (F& s : sums) s = zero();
   for (int group = 0; group < groups; ++group) {
     I dots[N];
     for (I& dot : dots) dot = no_sum();
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const B both = bytes(codes + i * 64), low = low_nibbles(both), high = high_nibbles(both);
+#pragma GCC unroll 8
+    for (int i = 0; i < (kFour ? 4 : 8); ++i) {
+      const B codes_here = bytes(codes + i * 64);
+      const B low = kFour ? low_nibbles(codes_here) : offset_bytes(codes_here), high = high_nibbles(codes_here);
       for (int n = 0; n < N; ++n) {
-        dots[n] = dot_nibbles(dots[n], low, x + n * kGroup + i * 8);
-        dots[n] = dot_nibbles(dots[n], high, x + n * kGroup + i * 8 + 4);
+        const uint8_t* values = x + n * kGroup + i * (kFour ? 8 : 4);
+        dots[n] = kFour ? dot_nibbles(dots[n], low, values) : dot_bytes(dots[n], low, values);
+        if (kFour) dots[n] = dot_nibbles(dots[n], high, values + 4);
       }
     }
-    const F scale = load_f16(scales), minimum = load_f16(scales + 2 * kLanes);
+    const F scale = load_f16(scales), least = kFour ? load_f16(scales + 2 * kLanes) : scale * all(-kByteOffset);
     for (int n = 0; n < N; ++n) {
       sums[n] = fma(to_float(dots[n]), scale * all(xs[n]), sums[n]);
-      sums[n] = fma(minimum, all(xs[n + Activations::kSlots]), sums[n]);
+      if (kFour || kByteOffset != 0) sums[n] = fma(least, all(xs[n + Activations::kSlots]), sums[n]);
     }
-    codes += 4 * 64;
-    scales += 4 * kLanes;
-    x += Activations::kSlots * kGroup;
-    xs += 2 * Activations::kSlots;
-  }
-  for (int n = 0; n < N; ++n) out[n] = sums[n];
-}
-
-template <int N>
-TIE_INLINE void tile_q8(const uint8_t* codes, const uint8_t* scales, int groups, const uint8_t* x, const float* xs,
-                        F (&out)[N]) {
-  F sums[N];
-  for (F& s : sums) s = zero();
-  for (int group = 0; group < groups; ++group) {
-    I dots[N];
-    for (I& dot : dots) dot = no_sum();
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-      const B weights = offset_bytes(bytes(codes + i * 64));
-      for (int n = 0; n < N; ++n) dots[n] = dot_bytes(dots[n], weights, x + n * kGroup + i * 4);
-    }
-    const F scale = load_f16(scales), offset = scale * all(-kByteOffset);
-    for (int n = 0; n < N; ++n) {
-      sums[n] = fma(to_float(dots[n]), scale * all(xs[n]), sums[n]);
-      if (kByteOffset != 0) sums[n] = fma(offset, all(xs[n + Activations::kSlots]), sums[n]);
-    }
-    codes += 8 * 64;
-    scales += 2 * kLanes;
+    codes += (kFour ? 4 : 8) * 64;
+    scales += (kFour ? 4 : 2) * kLanes;
     x += Activations::kSlots * kGroup;
     xs += 2 * Activations::kSlots;
   }
@@ -168,9 +145,9 @@ TIE_INLINE void tile_times(const Matrix& w, int tile, const Activations& x, int 
   if (w.format == Format::kBf16)
     tile_bf16(codes, w.groups(), values, out);
   else if (w.format == Format::kQ4)
-    tile_q4(codes, scales, w.groups(), values, x.scale_at(block, 0) + slot, out);
+    tile_few_bits<Format::kQ4>(codes, scales, w.groups(), values, x.scale_at(block, 0) + slot, out);
   else
-    tile_q8(codes, scales, w.groups(), values, x.scale_at(block, 0) + slot, out);
+    tile_few_bits<Format::kQ8>(codes, scales, w.groups(), values, x.scale_at(block, 0) + slot, out);
 }
 
 // Calls use(first_row, count as a constant, block, slot) for pieces of rows as large as registers allow.
@@ -225,28 +202,19 @@ inline void multiply_gated(const Matrix& w, int first, int last, const Activatio
 // One row of a matrix as floats, [w.columns]. For the embedding.
 inline void unpack_row(const Matrix& w, int row, float* out) {
   const uint8_t* tile = w.tile(row / kTileRows);
-  const int lane = row % kTileRows;
-  for (int group = 0; group < w.groups(); ++group, out += kGroup) {
+  const int lane = row % kTileRows, words = w.format == Format::kBf16 ? 2 : w.format == Format::kQ8 ? 4 : 8;
+  float scale[kLanes] = {}, least[kLanes] = {};
+  for (int i = 0; i < w.columns; ++i) {
+    const uint8_t* word = tile + (static_cast<size_t>(i / words) * kTileRows + lane) * 4;  // of `words` values
+    const uint8_t* scales = tile + w.code_bytes() + i / kGroup * w.scale_bytes();
     if (w.format == Format::kBf16) {
-      const uint8_t* codes = tile + static_cast<size_t>(group) * (kGroup / 2) * 64 + lane * 4;
-      for (int i = 0; i < kGroup / 2; ++i) {
-        const uint32_t pair = word_at(codes + i * 64);
-        out[2 * i] = bf16_to_float(static_cast<uint16_t>(pair));
-        out[2 * i + 1] = bf16_to_float(static_cast<uint16_t>(pair >> 16));
-      }
+      out[i] = bf16_to_float(read<uint16_t>(word + i % 2 * 2));
       continue;
     }
-    const bool four = w.format == Format::kQ4;
-    const uint8_t* scales = tile + w.code_bytes() + group * w.scale_bytes();
-    float scale[kLanes], minimum[kLanes] = {};
-    store(scale, load_f16(scales));
-    if (four) store(minimum, load_f16(scales + 2 * kLanes));
-    const uint8_t* codes = tile + static_cast<size_t>(group) * (four ? 4 : 8) * 64 + lane * 4;
-    for (int i = 0; i < kGroup; ++i) {
-      const int value = four ? codes[i / 8 * 64 + i % 4] >> (i % 8 / 4 * 4) & 15
-                             : static_cast<int8_t>(codes[i / 4 * 64 + i % 4]);
-      out[i] = scale[lane] * static_cast<float>(value) + minimum[lane];
-    }
+    if (i % kGroup == 0) store(scale, load_f16(scales));
+    if (i % kGroup == 0 && w.format == Format::kQ4) store(least, load_f16(scales + 2 * kLanes));
+    const int code = w.format == Format::kQ8 ? static_cast<int8_t>(word[i % 4]) : word[i % 4] >> (i / 4 % 2 * 4) & 15;
+    out[i] = scale[lane] * static_cast<float>(code) + least[lane];
   }
 }
 

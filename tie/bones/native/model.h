@@ -15,7 +15,7 @@ constexpr int kMaxGroupSize = 32;  // query heads on one key head
 
 constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Read from Python, field by field: see binding.py.
+// Filled in Python, field by field: see library.py.
 struct Shape {
   int32_t hidden, intermediate, layers, heads, kv_heads, head_dim, vocab, context;
   int32_t window;   // tokens that a token attends to, itself included; 0: all
@@ -111,7 +111,6 @@ struct Slice {
   int count;  // of rows
   int start;  // position of the first one
   const int32_t* blocks;  // the sequence's table, covering start + count tokens
-  int table_blocks;
 };
 
 struct Step {
@@ -127,6 +126,7 @@ struct Step {
   bool alone;
   const int64_t* copied;  // [copies][2], blocks: the first goes to the second, before anything else
   int copies;
+  int threads;  // that work on it
 };
 
 }  // namespace tie

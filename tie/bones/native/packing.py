@@ -7,8 +7,8 @@ and of float32 vectors. Matrices that are multiplied with the same activations a
 and up projection, a tile of each in turn.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -18,7 +18,10 @@ from tie.bones.config import ModelConfig
 from tie.bones.errors import WeightsError
 
 Weights = Literal["q4", "q8", "bf16"]
-"""How matrices are stored: 4 bits with scale and minimum per 32 values, 8 bits with a scale per 32, or bfloat16."""
+"""How a matrix is stored: 4 bits with scale and minimum per 32 values, 8 bits with a scale per 32, or bfloat16."""
+
+WeightsOf = Callable[[tuple[str, ...]], Weights]
+"""How a matrix is to be stored, by the names of the tensors that it is made of."""
 
 TILE_ROWS: Final = 16
 GROUP: Final = 32
@@ -88,6 +91,10 @@ class PackedMatrix:
         """Size of all tiles."""
         return self.tiles * self.tile_bytes
 
+    def weights_of(self, size: int) -> Weights | None:
+        """How it is stored when it has `size` bytes; None: it cannot have."""
+        return next((weights for weights in FORMATS if replace(self, weights=weights).bytes == size), None)
+
 
 @dataclass(frozen=True)
 class PackedVector:
@@ -109,7 +116,7 @@ class PackedVector:
         return self.count * 4
 
 
-def layout(config: ModelConfig, weights: Weights) -> Iterator[PackedMatrix | PackedVector]:
+def layout(config: ModelConfig, weights: Weights | WeightsOf) -> Iterator[PackedMatrix | PackedVector]:
     """All packed tensors of a model, in the order in which a forward step reads them.
 
     The embedding, which most models use as the output matrix too, never has less than 8 bits: it costs little there
@@ -117,32 +124,39 @@ def layout(config: ModelConfig, weights: Weights) -> Iterator[PackedMatrix | Pac
     """
     hidden, dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * dim, config.num_kv_heads * dim
-    large: Weights = "q8" if weights == "q4" else weights
-    yield PackedMatrix("embedding", large, ("model.embed_tokens.weight",), _straight(config.vocab_size), hidden)
+
+    def matrix(
+        name: str, sources: tuple[str, ...], order: npt.NDArray[np.int64], columns: int, *, large: bool = False
+    ) -> PackedMatrix:
+        stored = weights if isinstance(weights, str) else weights(sources)
+        return PackedMatrix(name, "q8" if large and stored == "q4" else stored, sources, order, columns)
+
+    tokens = _straight(config.vocab_size)
+    yield matrix("embedding", ("model.embed_tokens.weight",), tokens, hidden, large=True)
     for number in range(config.num_layers):
         source, name = f"model.layers.{number}.", f"layers.{number}."
         projections = tuple(f"{source}self_attn.{part}_proj" for part in "qkv")
         yield PackedVector(f"{name}attention_norm", (f"{source}input_layernorm.weight",), _padded(hidden))
         order = _straight(queries + 2 * keys)
-        yield PackedMatrix(f"{name}qkv", weights, tuple(f"{part}.weight" for part in projections), order, hidden)
+        yield matrix(f"{name}qkv", tuple(f"{part}.weight" for part in projections), order, hidden)
         if config.attention_bias:
             biases = tuple(f"{part}.bias" for part in projections)
             yield PackedVector(f"{name}qkv_bias", biases, _padded(queries + 2 * keys))
         if config.qk_norm:
             yield PackedVector(f"{name}query_norm", (f"{source}self_attn.q_norm.weight",), _padded(dim))
             yield PackedVector(f"{name}key_norm", (f"{source}self_attn.k_norm.weight",), _padded(dim))
-        yield PackedMatrix(f"{name}output", weights, (f"{source}self_attn.o_proj.weight",), _straight(hidden), queries)
+        yield matrix(f"{name}output", (f"{source}self_attn.o_proj.weight",), _straight(hidden), queries)
         if config.output_bias:
             yield PackedVector(f"{name}output_bias", (f"{source}self_attn.o_proj.bias",), _padded(hidden))
         yield PackedVector(f"{name}feed_forward_norm", (f"{source}post_attention_layernorm.weight",), _padded(hidden))
         gate_up = (f"{source}mlp.gate_proj.weight", f"{source}mlp.up_proj.weight")
         order = _alternating(config.intermediate_size)
-        yield PackedMatrix(f"{name}gate_up", weights, gate_up, order, hidden)
-        down = f"{source}mlp.down_proj.weight"
-        yield PackedMatrix(f"{name}down", weights, (down,), _straight(hidden), config.intermediate_size)
+        yield matrix(f"{name}gate_up", gate_up, order, hidden)
+        down = (f"{source}mlp.down_proj.weight",)
+        yield matrix(f"{name}down", down, _straight(hidden), config.intermediate_size)
     yield PackedVector("norm", ("model.norm.weight",), _padded(hidden))
     if not config.tie_word_embeddings:
-        yield PackedMatrix("head", large, ("lm_head.weight",), _straight(config.vocab_size), hidden)
+        yield matrix("head", ("lm_head.weight",), tokens, hidden, large=True)
 
 
 def _padded(count: int) -> int:

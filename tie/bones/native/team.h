@@ -5,57 +5,43 @@
 // kernel, for on a shared machine the thread that is waited for may have lost its core.
 #pragma once
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <atomic>
-#include <climits>
 #include <cstdint>
 #include <thread>
 #include <vector>
 
 namespace tie {
 
-// A counter that goes up, and can be waited for.
+// A number that only changes, and can be waited for.
 class Turn {
  public:
-  uint32_t now() const { return count_.load(std::memory_order_acquire); }
+  uint32_t now() const { return number_.load(std::memory_order_acquire); }
 
-  void advance() {
-    count_.fetch_add(1);
-    if (sleepers_.load() > 0) syscall(SYS_futex, &count_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+  void move_to(uint32_t next) {
+    number_.store(next);
+    number_.notify_all();  // does nothing where nobody sleeps
   }
 
   void wait_beyond(uint32_t seen, int spins) {
     for (int i = 0; i < spins; ++i) {
       if (now() != seen) return;
-      pause();
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#elif defined(__aarch64__)
+      asm volatile("yield");
+#endif
     }
-    // Either this is seen by advance(), or the kernel sees the counter's new value and returns at once.
-    sleepers_.fetch_add(1);
-    while (count_.load() == seen) syscall(SYS_futex, &count_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
-    sleepers_.fetch_sub(1);
+    number_.wait(seen);
   }
 
  private:
-  static void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-  }
-
-  static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "the kernel waits on the bare word");
-  std::atomic<uint32_t> count_{0};
-  std::atomic<int> sleepers_{0};
+  std::atomic<uint32_t> number_{0};
 };
 
 class Team {
  public:
   // The caller of run() is the first of `threads`.
-  Team(int threads, int spins) : threads_(threads), spins_(threads > 1 ? spins : 0) {
+  Team(int threads, int spins) : threads_(threads), spins_(spins) {
     try {
       for (int member = 1; member < threads; ++member) workers_.emplace_back([this, member] { work(member); });
     } catch (...) {
@@ -67,29 +53,31 @@ class Team {
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  int size() const { return threads_; }
+  int threads() const { return threads_; }
 
-  // Has every member call body(member), and returns when all are done.
+  // Has the first `members` threads call body(member), and returns when all are done.
   template <class Body>
-  void run(Body& body) {
+  void run(int members, Body& body) {
     call_ = [](void* context, int member) { (*static_cast<Body*>(context))(member); };
     context_ = &body;
-    region_.advance();
+    members_ = members;
+    if (members > 1) region_.move_to(region_.now() / kMembers * kMembers + kMembers + members);
     body(0);
     meet();
   }
 
   // Inside a region. Waits for all members. What any did before, all see afterwards.
   void meet() {
-    if (threads_ == 1) {
+    const int members = members_;  // read before this one arrives: afterwards the next region may begin
+    if (members == 1) {
       taken_.store(0, std::memory_order_relaxed);
       return;
     }
     const uint32_t seen = barrier_.now();
-    if (arrived_.fetch_add(1) == threads_ - 1) {
+    if (arrived_.fetch_add(1) == members - 1) {
       arrived_.store(0, std::memory_order_relaxed);
       taken_.store(0, std::memory_order_relaxed);
-      barrier_.advance();
+      barrier_.move_to(seen + 1);
     } else {
       barrier_.wait_beyond(seen, spins_);
     }
@@ -105,11 +93,16 @@ class Team {
   }
 
  private:
+  static constexpr uint32_t kMembers = 2048;  // the turn of a region holds how many take part in it: one word, read at once
+
   void work(int member) {
-    for (uint32_t seen = 0;;) {
-      region_.wait_beyond(seen, spins_);
-      ++seen;
+    uint32_t seen = 0;
+    for (bool busy = false;;) {
+      region_.wait_beyond(seen, busy ? spins_ : 0);
+      seen = region_.now();
       if (ending_) return;
+      busy = member < static_cast<int>(seen % kMembers);
+      if (!busy) continue;
       call_(context_, member);
       meet();
     }
@@ -117,7 +110,7 @@ class Team {
 
   void end() {
     ending_ = true;
-    region_.advance();
+    region_.move_to(region_.now() + kMembers);
     for (std::thread& worker : workers_) worker.join();
     workers_.clear();
   }
@@ -126,6 +119,7 @@ class Team {
   std::vector<std::thread> workers_;
   void (*call_)(void*, int) = nullptr;
   void* context_ = nullptr;
+  int members_ = 1;
   bool ending_ = false;
   alignas(64) Turn region_;
   alignas(64) Turn barrier_;

@@ -1,0 +1,133 @@
+"""JSON that runs out of tokens is brought to its end, and only then."""
+
+import json
+import queue
+
+import jsonschema
+import numpy as np
+import pytest
+
+from tie.app.schemas import enforceable
+from tie.assets.manifest import TOKENIZER_FILE
+from tie.assets.sample import make_sample_bundle
+from tie.assets.tokenizer import load_tokenizer
+from tie.proto import runtime_pb2 as pb
+from tie.runtime.blocks import BlockPool
+from tie.runtime.closing import Closing, begins
+from tie.runtime.engine import Engine
+from tie.runtime.grammar_compiler import GrammarCompiler
+from tie.runtime.request import Bounds, check
+from tie.runtime.scheduler import Limits
+
+VOCABULARY, END = 259, 258
+WAIT_S = 30
+RAMBLING = {
+    "endless text": {"type": "string"},
+    "endless list": {"type": "array", "items": {"type": "string"}},
+    "endless tree": {"$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}, "$ref": "#/$defs/tree"},
+    "endless object": {"type": "object", "additionalProperties": {"type": "string"}},
+    "some of it wanted": {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"type": "array", "items": {"type": "string"}}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+}
+
+
+class Noise:
+    """A model that likes nothing in particular, and an end least of all."""
+
+    def __init__(self, disliked):
+        self.dice, self.disliked = np.random.default_rng(4), disliked
+
+    def forward(self, batch):
+        logits = self.dice.standard_normal((sum(part.logits for part in batch.slices), VOCABULARY)).astype(np.float32)
+        logits[:, self.disliked] -= 12
+        return logits
+
+
+class Collect:
+    def __init__(self):
+        self.events = queue.SimpleQueue()
+
+    def emit(self, event, *, last):
+        self.events.put((event, last))
+
+    def wait(self):
+        ids, last = [], False
+        while not last:
+            event, last = self.events.get(timeout=WAIT_S)
+            ids += event.tokens.token_ids
+        return ids, event.finished
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return make_sample_bundle(tmp_path_factory.mktemp("closing") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def tokens(bundle):
+    """Ids of characters."""
+    tokenizer = load_tokenizer(bundle)
+    return {character: tokenizer.token_id(character) for character in '"]},ab'}
+
+
+@pytest.fixture
+def engine(bundle, tokens):
+    compiler = GrammarCompiler(bundle.read(TOKENIZER_FILE).decode(), VOCABULARY, (END,))
+    engine = Engine(
+        Noise([tokens['"'], tokens["]"], tokens["}"], END]),
+        BlockPool(200, 8),
+        Limits(step_tokens=64, max_running=8, max_waiting=8),
+        Bounds(VOCABULARY, 400),
+        tokenizer=load_tokenizer(bundle),
+        end_ids=frozenset({END}),
+        grammars=compiler,
+        on_failure=lambda: None,
+    )
+    engine.start()
+    yield engine
+    assert engine.stop(WAIT_S)
+    compiler.close()
+
+
+def answer(engine, **fields):
+    fields = {"token_ids": [1, 2], "max_tokens": 120, "sampling": pb.Sampling(temperature=1, seed=3)} | fields
+    sink = Collect()
+    engine.submit(check(pb.GenerateRequest(**fields), engine.bounds), sink)
+    return sink.wait()
+
+
+@pytest.mark.parametrize("kind", RAMBLING)
+def test_what_would_be_cut_off_ends_validly(engine, bundle, kind):
+    grammar = json.dumps({"grammars": [{"json_schema": enforceable(RAMBLING[kind])}]})
+    ids, finished = answer(engine, grammar=grammar)
+    assert finished.reason == pb.REASON_STOP_TOKEN
+    assert kind != "endless text" or len(ids) > 120 - begins(120), "brought to its end too early"
+    jsonschema.validate(json.loads(load_tokenizer(bundle).decode(ids)), RAMBLING[kind])
+
+
+def test_other_grammars_and_requests_that_forbid_tokens_are_left_alone(engine, tokens):
+    schema = json.dumps({"grammars": [{"json_schema": enforceable({"type": "string"})}]})
+    forbidding = pb.Sampling(temperature=1, seed=3, bad_token_ids=[tokens["}"]])
+    for fields in ({"grammar": "start: /[a-z}]+/"}, {"grammar": schema, "sampling": forbidding}):
+        ids, finished = answer(engine, **fields)
+        assert finished.reason == pb.REASON_LENGTH
+        assert len(ids) == 120
+
+
+def test_ends_come_before_leads_and_leads_before_all_else(bundle, tokens):
+    closing = Closing(load_tokenizer(bundle), {END})
+
+    def mask(*tokens):
+        bits = np.zeros(-(-VOCABULARY // 32) * 32, dtype=np.uint8)
+        bits[list(tokens)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    brace, comma, letter = tokens["}"], tokens[","], tokens["a"]
+    assert (closing.narrowed(mask(letter, comma, brace)) == mask(brace)).all()
+    assert (closing.narrowed(mask(letter, comma, END)) == mask(END)).all()
+    assert (closing.narrowed(mask(letter, comma)) == mask(comma)).all()
+    assert (closing.narrowed(mask(letter)) == mask(letter)).all()

@@ -1,0 +1,76 @@
+"""The nodes that a client may ask: in which order, and when another one may be asked instead."""
+
+from collections.abc import Iterable
+from typing import Final
+
+from tie.daemon.errors import ConfigError, TieError
+from tie.device.errors import NodeBusyError, UnreachableError
+from tie.device.transport import Address
+from tie.device.trust import Trust
+from tie.envelope.statement import NodeKey
+
+_HINT: Final = "for example http://127.0.0.1:8443"
+
+
+class Node:
+    """One node.
+
+    Attributes:
+        address: of its ingress.
+    """
+
+    def __init__(self, address: Address, trust: Trust) -> None:
+        self.address = address
+        self._trust = trust
+        self._key: NodeKey | None = None
+
+    @property
+    def key(self) -> NodeKey | None:
+        """The node's verified key, as long as its statement is good for some time yet."""
+        return self._key if self._key is not None and self._trust.holds(self._key) else None
+
+    def accept(self, received: bytes) -> NodeKey:
+        """Verifies a statement and remembers it. Raises as `Trust.verify`."""
+        self._key = self._trust.verify(received)
+        return self._key
+
+    def forget(self) -> None:
+        """The node has another key now."""
+        self._key = None
+
+
+class Nodes:
+    """All of them, those that answered last in front."""
+
+    def __init__(self, urls: str | Iterable[str], silence_s: float, trust: Trust) -> None:
+        """Checks the addresses.
+
+        Raises:
+            ConfigError: there is none, or one is none.
+        """
+        several = [urls] if isinstance(urls, str) else list(urls)
+        if not several:
+            raise ConfigError("no node to ask", hint=_HINT)
+        self._order = [Node(Address(url, silence_s), trust) for url in several]
+
+    @property
+    def first(self) -> Node:
+        """The one to ask first."""
+        return self._order[0]
+
+    def in_order(self) -> list[Node]:
+        """Whom to ask, one after another."""
+        return list(self._order)
+
+    def prefer(self, node: Node) -> None:
+        """It has taken a request: the next one begins with it, and what it keeps of a conversation is of use."""
+        order = [node, *(other for other in self._order if other is not node)]
+        self._order = order
+
+
+def untouched(error: TieError) -> bool:
+    """Whether nobody can have read anything of the request that failed so: only then may another node get it.
+
+    "busy" is said before the envelope is opened. A connection that broke tells nothing once the request was on its way.
+    """
+    return isinstance(error, NodeBusyError) or (isinstance(error, UnreachableError) and not error.sent)
