@@ -297,7 +297,9 @@ def test_descriptors_that_a_client_sends_do_not_stay_in_the_owner(connect):
         client.channel.receive(timeout=WAIT_S)
     ours.close()
     theirs.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2  # both ends of the client's own connection
+    assert (
+        len(list(Path("/proc/self/fd").iterdir())) < before + 10
+    )  # each of 20 would stay; the owner opens a few meanwhile
 
 
 @given(st.binary(max_size=200))
