@@ -15,6 +15,7 @@ Figures are medians (least to most). On a shared machine only those of one run c
 import argparse
 import asyncio
 import json
+import os
 import signal
 import statistics
 import time
@@ -34,6 +35,7 @@ from tie.proto import control_pb2
 
 START_S = 240.0
 WANTED_TOKENS = 1000
+SETTLE_S = 2.0
 RULES = (
     "You answer questions of visitors to a museum.",
     "Begin with the answer itself and explain it afterwards.",
@@ -109,14 +111,18 @@ async def owner_killed(node: LocalNode) -> tuple[float, float]:
 
 
 class Asking:
-    """A device that waits where the node is still busy."""
+    """A device that waits where the node is still busy, and until its processes for the next request have started."""
 
     def __init__(self, node: LocalNode) -> None:
+        self._node = node
         self._target = asking.target(node.run_dir, None, None, None)
         self._client = Client(self._target.url, self._target.statement_key)
 
     def __call__(self, system: str, question: str, tokens: int = 16) -> asking.Answer:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        begun = time.monotonic()
+        while time.monotonic() < begun + 30 and not self._prepared():
+            time.sleep(0.2)
         for _ in range(200):
             try:
                 return asking.ask(
@@ -126,6 +132,12 @@ class Asking:
             except NodeBusyError:
                 time.sleep(0.1)
         raise AssertionError("the node stays busy")
+
+    def _prepared(self) -> bool:
+        """Whether enough apps are there that have had time to start."""
+        apps = self._node.find("tie-cloud-app")
+        old = [app for app in apps if time.time() - app.create_time() > SETTLE_S]
+        return len(old) == len(apps) >= self._node.config.cloudboard.standby
 
     def close(self) -> None:
         self._client.__exit__(None, None, None)
@@ -150,7 +162,6 @@ def measure(directory: Path, name: str, recycles: int) -> dict:
             figures["recycle_s"].append(asyncio.run(recycled(node)))
             after = asyncio.run(node.status())
             figures["read"].append((after.owner.weight_bytes_read - before.owner.weight_bytes_read, *watch.count()))
-            figures["warm_requests"] = ask("Be brief.", "Hello?").total_s  # the pairs of processes are there again
             for key, system, question in (
                 ("first_s", registered, "Why is the sky blue?"),
                 ("hot_s", registered, "Why is grass green?"),
@@ -160,7 +171,7 @@ def measure(directory: Path, name: str, recycles: int) -> dict:
                 figures[key].append(answer.first_s)
                 figures[f"{key}_cached"] = f"{answer.cached_tokens} of {answer.prompt_tokens}"
         figures["text"] = ask(registered, "Why is the sky blue?", 32).text
-        for _ in range(2):
+        for _ in range(recycles - 1):
             withdrawn, back = asyncio.run(owner_killed(node))
             figures["withdrawn_s"].append(withdrawn)
             figures["owner_restart_s"].append(back)
@@ -198,6 +209,8 @@ def main() -> None:
     parser.add_argument("--recycles", type=int, default=3)
     parser.add_argument("--json", type=Path, help="adds the figures of each model to a file")
     arguments = parser.parse_args()
+    # Without compiled modules beside them, the processes of every request would be timed while they compile.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if arguments.prepare:
         prepare(arguments.bundles)
         return
