@@ -31,7 +31,7 @@ def shared_prefix(registered: Iterable[Sequence[int]], prompt: Sequence[int], bl
     """The longest run of whole blocks that `prompt` has in common with one of `registered`, without its last token."""
     tokens = prompt[:-1]
     most = max((_common(each, tokens) for each in registered), default=0)
-    blocks = most // block_tokens
+    blocks = most // block_tokens if block_tokens > 0 else 0  # what another process says blocks are
     if not blocks:
         return SharedPrefix(0, b"")
     ids = tokens[: blocks * block_tokens]

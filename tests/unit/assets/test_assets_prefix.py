@@ -16,6 +16,10 @@ def test_app_and_runtime_agree(registered, prompt, size):
     assert len(found.sha256) == (32 if found.blocks else 0)
 
 
+def test_blocks_of_no_tokens_share_nothing():
+    assert shared_prefix([[1, 2]], [1, 2, 3], 0).blocks == 0
+
+
 @given(TOKENS, TOKENS)
 def test_the_hash_names_the_tokens(one, other):
     registered = [one, other]
