@@ -192,7 +192,7 @@ def test_any_bytes_are_answered_or_end_the_connection(running, data):
     process, config = running
     with _connect(config) as channel:
         reply, descriptors = _ask(channel, data)
-        assert reply.WhichOneof("kind") in {"refused", "loading", "attached"}
+        assert reply.WhichOneof("kind") is not None
         if reply.refused.reason == "malformed":
             with pytest.raises(PeerDiedError):
                 channel.receive(timeout=5)
