@@ -103,7 +103,7 @@ def runtime_of(message: probe_pb2.RuntimeStatus) -> Runtime:
     state = _PROBE_STATES.get(message.state, "unknown")
     if not _ID.fullmatch(message.instance_id) and (message.instance_id or state == "ready"):
         raise ProtocolError("impossible instance id")
-    _texts(message.model, message.release, message.executor)
+    _texts(message.model, message.release, message.executor, message.prefix.state)
     _codes([*message.reasons, message.last_canary.error])
     _durations(message.uptime_s, message.last_canary.age_s, message.last_canary.latency_s)
     return Runtime(

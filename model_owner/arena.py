@@ -76,7 +76,7 @@ class CpuArena:
         """
         self.size = size
         self.ipc_handle = b""
-        self._descriptor = _allocate("tie-weights", size)
+        self._descriptor = allocate("tie-weights", size)
         self._mapping: mmap.mmap | None = mmap.mmap(self._descriptor, size)
         self._sealed = False
 
@@ -194,14 +194,19 @@ def sealed_copy(name: str, data: bytes) -> int:
     Raises:
         ArenaError: no memory.
     """
-    descriptor = _allocate(name, len(data))
+    descriptor = allocate(name, len(data))
     written = 0
     while written < len(data):
         written += os.pwrite(descriptor, data[written:], written)
     return _freeze(descriptor)
 
 
-def _allocate(name: str, size: int) -> int:
+def allocate(name: str, size: int) -> int:
+    """A memfd of `size` bytes of memory that is there, to be sealed.
+
+    Raises:
+        ArenaError: no memory.
+    """
     try:
         descriptor = seals.create(name, size)
     except OSError as error:

@@ -18,6 +18,7 @@ import msgspec
 
 from kvxfer import channel
 from model_owner.loader import PackedWeights
+from model_owner.prefix_pool import PoolRefusedError, PrefixPools
 from model_owner.weights import Failure, Progress, Weights
 from tie.daemon import frames, log, socket_path
 from tie.daemon.errors import ConfigError, ProtocolError
@@ -27,18 +28,20 @@ MAX_CLIENTS: Final = 64
 MAX_REQUEST: Final = 4096
 UNWELCOME_S: Final = 1.0  # for the question of a client that is to be refused whatever it asks
 IDLE_S: Final = 60.0  # a client that says nothing for so long is disconnected; what it attached stays its own
+FILL_S: Final = 900.0  # one that fills a prefix pool computes system prompts meanwhile
 
 
 class AttachServer:
-    """Answers attach requests.
+    """Hands out weights and prefix pools.
 
     Attributes:
         refusals: code → how often.
     """
 
-    def __init__(self, weights: Weights, allowed_uids: Iterable[int]) -> None:
+    def __init__(self, weights: Weights, pools: PrefixPools, allowed_uids: Iterable[int]) -> None:
         self.refusals: dict[str, int] = {}
         self._weights = weights
+        self._pools = pools
         self._allowed = frozenset(allowed_uids)
         self._clients: set[asyncio.Task[None]] = set()
 
@@ -80,22 +83,29 @@ class AttachServer:
             await asyncio.sleep(0)  # nor does sock_accept yield while somebody waits
 
     async def _converse(self, connection: socket.socket) -> None:
+        try:
+            with connection, contextlib.suppress(OSError, TimeoutError):
+                await self._answer_all(connection)
+        finally:
+            self._pools.abandon(connection)
+
+    async def _answer_all(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with connection, contextlib.suppress(OSError, TimeoutError):
-            unwelcome = self._unwelcome(connection)
-            while True:
-                async with asyncio.timeout(UNWELCOME_S if unwelcome else IDLE_S):
-                    # Plain recv: the kernel closes descriptors that a client sends along.
-                    data = await loop.sock_recv(connection, MAX_REQUEST + 1)
-                if not data:
-                    return
-                if unwelcome:
-                    # After its question, for a close with that unread would reset the connection under the answer.
-                    self._refuse(connection, unwelcome)
-                    return
-                if not self._answer(connection, data):
-                    return
-                await asyncio.sleep(0)  # sock_recv does not yield while there is data: a flood must not keep the loop
+        unwelcome = self._unwelcome(connection)
+        while True:
+            patience = FILL_S if self._pools.fills(connection) else IDLE_S
+            async with asyncio.timeout(UNWELCOME_S if unwelcome else patience):
+                # Plain recv: the kernel closes descriptors that a client sends along.
+                data = await loop.sock_recv(connection, MAX_REQUEST + 1)
+            if not data:
+                return
+            if unwelcome:
+                # After its question, for a close with that unread would reset the connection under the answer.
+                self._refuse(connection, unwelcome)
+                return
+            if not self._answer(connection, data):
+                return
+            await asyncio.sleep(0)  # sock_recv does not yield while there is data: a flood must not keep the loop
 
     def _unwelcome(self, connection: socket.socket) -> str:
         """Why this client gets nothing, or nothing."""
@@ -111,13 +121,45 @@ class AttachServer:
             request = frames.parse(data, owner_pb2.OwnerRequest) if len(data) <= MAX_REQUEST else None
         except ProtocolError:
             request = None
-        if request is None or request.WhichOneof("kind") != "attach":
+        kind = request.WhichOneof("kind") if request is not None else None
+        if request is None or kind is None:
             self._refuse(connection, "malformed")
             return False
-        attach = request.attach
+        if kind == "attach":
+            self._attach(connection, request.attach)
+        else:
+            try:
+                self._answer_pool(connection, request, kind)
+            except PoolRefusedError as error:
+                self._refuse(connection, error.code)
+        return True
+
+    def _answer_pool(self, connection: socket.socket, request: owner_pb2.OwnerRequest, kind: str) -> None:
+        descriptors: tuple[int, ...] = ()
+        match kind:
+            case "pool_allocate":
+                pool = self._pools.allocate(request.pool_allocate, connection)
+                descriptors = pool.descriptors
+                reply = owner_pb2.OwnerReply(pool_allocated=owner_pb2.PoolAllocated())
+            case "pool_seal":
+                self._pools.seal(request.pool_seal, connection)
+                reply = owner_pb2.OwnerReply(pool_sealed=owner_pb2.PoolSealed())
+            case "pool_restore":
+                states, own = self._pools.restore(request.pool_restore)
+                descriptors = own.descriptors if own else ()
+                reply = owner_pb2.OwnerReply(pool_states=owner_pb2.PoolStates(ranks=states))
+            case _:
+                self._pools.reset()
+                reply = owner_pb2.OwnerReply(pool_was_reset=owner_pb2.PoolWasReset())
+        _send(connection, reply, descriptors)
+        log.event("owner.pool", code=kind)
+
+    def _attach(self, connection: socket.socket, attach: owner_pb2.Attach) -> None:
         if attach.world_size != 1 or attach.rank != 0:
             self._refuse(connection, "unsupported-split")
-            return True
+            return
+        if self._weights.follow():
+            self._pools.reset()  # of another release: its prompts are computed again
         match self._weights.get(attach.layout_id):
             case PackedWeights() as packed:
                 self._hand_out(connection, packed)
@@ -126,7 +168,6 @@ class AttachServer:
                 _send(connection, owner_pb2.OwnerReply(loading=loading))
             case Failure(code):
                 self._refuse(connection, code)
-        return True
 
     def _hand_out(self, connection: socket.socket, packed: PackedWeights) -> None:
         manifest = self._weights.opened().manifest

@@ -13,6 +13,7 @@ from model_owner.arena import ArenaError
 from model_owner.loader import LAYOUTS, PackedWeights, pack
 from model_owner.source import CancelledError
 from tie.assets.bundle import Bundle, open_bundle
+from tie.assets.manifest import TENSORS_FILE
 from tie.daemon import log
 from tie.daemon.errors import BundleError
 from tie.proto import owner_pb2
@@ -71,6 +72,7 @@ class Weights:
         self._layouts: dict[str, PackedWeights | Progress | Failure] = {}
         self._bundle: Bundle | None = None
         self._generation = 0
+        self._bundles = 1  # with other weights, so far
         self._bytes_read = 0
         self._loads = 0
         self._load_seconds = 0.0
@@ -90,6 +92,37 @@ class Weights:
                 present = self._layouts[layout_id] = Progress(0, self._weight_bytes())
                 self._worker.submit(self._load, layout_id)
             return present
+
+    def follow(self) -> bool:
+        """Looks which bundle is at its place now, as a runtime that attaches does; whether it is another one.
+
+        Other prompts or another tokenizer around the same weights: what is packed stays. Other weights: what is packed
+        is let go, so that never both are in memory, and the first layout is packed anew. A bundle that cannot be opened
+        changes nothing: whoever attaches will say so.
+        """
+        held = self._bundle
+        if held is None or any(isinstance(item, Progress) for item in self._layouts.values()):
+            return False
+        try:
+            found = open_bundle(Path(self._path))
+        except BundleError as error:
+            log.failure("owner.bundle-unreadable", error)
+            return False
+        if found.manifest == held.manifest:
+            return False
+        same_weights = _weights_of(found) == _weights_of(held)
+        with self._lock:
+            self._bundle = found
+            if not same_weights:
+                for item in self._layouts.values():
+                    if isinstance(item, PackedWeights):
+                        item.close()
+                self._layouts = {}
+                self._bundles += 1
+        log.event("owner.bundle-changed", release=found.manifest.release, status="same" if same_weights else "other")
+        if not same_weights:
+            self.get(self._first)
+        return True
 
     def opened(self) -> Bundle:
         """The bundle that a packing came from.
@@ -175,7 +208,7 @@ class Weights:
             if isinstance(result, PackedWeights):
                 self._loads += 1
                 self._load_seconds = elapsed
-                self._generation = 1
+                self._generation = self._bundles
         if isinstance(result, PackedWeights):
             log.event("owner.loaded", layout=layout_id, bytes=result.arena.size, elapsed_s=round(elapsed, 3))
 
@@ -208,3 +241,10 @@ class Weights:
     def _failure(error: BaseException, code: str, layout_id: str) -> Failure:
         log.failure("owner.load-failed", error, code=code, layout=layout_id)
         return Failure(code)
+
+
+def _weights_of(bundle: Bundle) -> object:
+    """What packed weights follow from."""
+    manifest = bundle.manifest
+    names = (*manifest.weights, TENSORS_FILE)
+    return manifest.model, manifest.architecture, manifest.weights_format, [manifest.files[name] for name in names]

@@ -82,6 +82,7 @@ class Probe:
             warmed=self._facts.warmed,
             owner_generation=self._engine.owner_generation,
             weight_file_bytes_read=self._engine.weight_file_bytes_read,
+            prefix=self._engine.prefix if self._engine.HasField("prefix") else None,
         )
 
     async def changes(self, heartbeat_s: float) -> AsyncGenerator[probe_pb2.RuntimeStatus, None]:

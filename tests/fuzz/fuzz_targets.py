@@ -243,7 +243,7 @@ def _sealed(salt: bytes, kind: Kind, manifest: bytes, blocks: int) -> bytes:
     shape = Shape.of(manifest, blocks, FORMAT.block_bytes if blocks else 0)
     out = bytearray(shape.entry_bytes)
     with mock.patch.object(secrets, "token_bytes", return_value=salt):
-        sealer = Sealer(KEY, kind, manifest, shape, InMemory(memoryview(out)))
+        sealer = Sealer(KEY, kind, manifest, shape, memoryview(out))
     for number in range(blocks):
         sealer.seal(memoryview(bytes([number]) * FORMAT.block_bytes))
     return bytes(out)

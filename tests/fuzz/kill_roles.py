@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import random
-import socket
+import resource
 import struct
 import sys
 import threading
@@ -222,9 +222,10 @@ def main() -> None:
     """The process of a role."""
     role, directory, store, seed = sys.argv[1:]
     kv, generate = Path(directory) / "kv.sock", Path(directory) / "gen.sock"
-    generate.unlink(missing_ok=True) if role == "runtime" else None
-    socket.setdefaulttimeout(None)
+    if role == "app":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # as in its unit: it may write no file, nor to a memfd
     if role == "runtime":
+        generate.unlink(missing_ok=True)  # of one that was killed
         Runtime(kv, generate).run()
     App(kv, generate, Path(store), int(seed)).run()
 

@@ -37,7 +37,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs the demo model: the extra `demo`")
     named = os.environ.get("TIE_CACHE_DIR")
     path = Path(named) / "demo-bundle" if named else tmp_path_factory.mktemp("bundle") / "demo"
-    return demo_bundle(path).directory
+    return demo_bundle(path, force=True).directory  # an older version's may be there
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from kvxfer.errors import AbortReason, ChannelError, TransferAbortedError
 from kvxfer.header import Header, buffer_bytes
 from kvxfer.transfer import Consumer, Producer
 from tie.app.entries import StoredEntry, sealing
+from tie.assets.prefix import SharedPrefix
 from tie.store.client import StoreClient, random_index
 from tie.warden.entry import Kind
 from tie.warden.errors import EntryError
@@ -43,6 +44,7 @@ class Conversation:
         key: the conversation's; closed by `close`.
         cache_format: of this runtime's blocks.
         store: socket of the cache store.
+        prefix: of this prompt: blocks that the runtime has for all, and that are never exported.
         timeout: seconds for each step of it that waits for another process.
         ttl_s: how long what it files is to live.
     """
@@ -53,12 +55,15 @@ class Conversation:
         cache_format: CacheFormat,
         store: Path,
         *,
+        prefix: SharedPrefix,
         timeout: float,
         ttl_s: float,
     ) -> None:
         self._key = key
         self._format = cache_format
         self._store_path = store
+        self._prefix = prefix
+        self._first = 0  # block of the prompt that the cached ones begin with
         self._timeout = timeout
         self._ttl_s = ttl_s
         # Nobody can open what is sealed under a request's own key once the request has ended: it ends with it.
@@ -73,7 +78,7 @@ class Conversation:
 
     @property
     def blocks(self) -> int:
-        """Blocks that are cached and fit this prompt."""
+        """Blocks that are cached and fit this prompt, the shared prefix aside."""
         return sum(kept.blocks for kept in self._kept)
 
     def look_up(self, prompt: Sequence[int]) -> None:
@@ -94,7 +99,14 @@ class Conversation:
 
     def _collect(self, store: StoreClient, head: Manifest, prompt: Sequence[int]) -> None:
         tokens = self._format.block_tokens
-        left = _common(head.token_ids, prompt[:-1]) // tokens if head.first_token == 0 else 0
+        # What was saved before a prefix was shared, or by a runtime that had none, begins at the prompt's beginning.
+        self._first = self._prefix.blocks if head.prefix_sha256 else 0
+        if (head.first_token, head.prefix_sha256) != (
+            self._first * tokens,
+            self._prefix.sha256 if self._first else b"",
+        ):
+            return
+        left = _common(head.token_ids, prompt[self._first * tokens : -1]) // tokens
         first = 0
         for segment in head.segments:
             if left <= 0:
@@ -106,7 +118,8 @@ class Conversation:
             named = head.token_ids[first * tokens : (first + segment.block_count) * tokens]
             if (
                 entry.header_sha256 != segment.header_sha256
-                or entry.manifest.first_token != first * tokens
+                or entry.manifest.first_token != head.first_token + first * tokens
+                or entry.manifest.prefix_sha256 != head.prefix_sha256
                 or entry.manifest.token_ids[: len(named)] != named
             ):
                 entry.close()
@@ -126,7 +139,7 @@ class Conversation:
             EntryError: a block does not open; the runtime has been told, and nothing of it is kept.
             KvxferError: the runtime does not want them.
         """
-        header = self._header(0, self.blocks)
+        header = self._header(self._first, self.blocks)
         with Producer(channel, buffer, header, passing=False, timeout=self._timeout) as producer:
             try:
                 for number, (entry, block) in enumerate(self._sealed_blocks()):
@@ -158,7 +171,9 @@ class Conversation:
             return
         if len(self._kept) >= MAX_SEGMENTS:
             self._forget()
-        first = self.blocks
+        if not self._kept:
+            self._first = self._prefix.blocks
+        first = self._first + self.blocks
         transfer.request(channel, first, timeout=self._timeout)
         try:
             added = self._seal_segment(store, tokens, first, channel)
@@ -168,8 +183,10 @@ class Conversation:
             self._renew(store, self._key.index())  # nothing new: what there is lives on
             return
         segments = (*(Segment(kept.index, kept.blocks, kept.entry.header_sha256) for kept in self._kept), added)
+        start = self._first * self._format.block_tokens
         covered = sum(segment.block_count for segment in segments) * self._format.block_tokens
-        with sealing(store, self._key, Kind.HEAD, Manifest(self._format, 0, tuple(tokens[:covered]), segments)):
+        named = tuple(tokens[start : start + covered])
+        with sealing(store, self._key, Kind.HEAD, Manifest(self._format, start, named, segments, self._prefix_sha256)):
             pass
         # The one moment at which the conversation changes: whoever comes later finds this head or the one before.
         store.put(self._key.index(), ttl_s=self._ttl_s, transient=self._transient)
@@ -185,7 +202,8 @@ class Conversation:
                 consumer.abort(AbortReason.INCOMPATIBLE)
                 raise ChannelError("the runtime exports something else than was asked for")
             ids = tuple(tokens[header.first_token : header.first_token + header.token_count])
-            with sealing(store, self._key, Kind.SEGMENT, Manifest(self._format, header.first_token, ids)) as sealer:
+            manifest = Manifest(self._format, header.first_token, ids, prefix_sha256=self._prefix_sha256)
+            with sealing(store, self._key, Kind.SEGMENT, manifest) as sealer:
                 ready = 0
                 for block in range(header.block_count):
                     if block >= ready:
@@ -204,6 +222,10 @@ class Conversation:
         self._key.close()
         if self._store:
             self._store.close()
+
+    @property
+    def _prefix_sha256(self) -> bytes:
+        return self._prefix.sha256 if self._first else b""
 
     def _sealed_blocks(self) -> "list[tuple[StoredEntry, int]]":
         return [(kept.entry, block) for kept in self._kept for block in range(kept.blocks)]

@@ -1,12 +1,13 @@
 """Sealed entries between the cache store and this process: opened, sealed, ready to be filed. Blocking."""
 
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from kvxfer import seals
+from kvxfer import pages, seals
 from tie.store.client import StoreClient
 from tie.warden.entry import Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
@@ -99,7 +100,12 @@ def sealing(store: StoreClient, key: ConversationKey, kind: Kind, manifest: Mani
     shape = Shape.of(plaintext, blocks, manifest.format.block_bytes if blocks else 0)
     descriptor = store.new(shape.entry_bytes)
     try:
-        yield Sealer(key, kind, plaintext, shape, InFile(descriptor, shape.entry_bytes))
+        # Mapped, because a process of a request may write no file of any size, not even with pwrite to a memfd.
+        with mmap.mmap(descriptor, shape.entry_bytes) as mapping:
+            # The store has made the pages present; this maps them all, without a fault for each.
+            pages.populate_write(pages.address(mapping), shape.entry_bytes)
+            with memoryview(mapping) as out:
+                yield Sealer(key, kind, plaintext, shape, out)
         seals.add(descriptor, seals.CONTENT)
     finally:
         os.close(descriptor)

@@ -14,6 +14,8 @@ from kvxfer.channel import Channel
 from kvxfer.errors import KvxferError
 from tie.app.conversation import Conversation
 from tie.app.runtime_link import RuntimeLink
+from tie.assets.manifest import Manifest
+from tie.assets.prefix import shared_prefix
 from tie.daemon import log
 from tie.daemon.config import NodeConfig
 from tie.daemon.errors import TieError
@@ -41,12 +43,23 @@ class Reuse:
 
     @classmethod
     async def begin(
-        cls, key: ConversationKey, runtime: RuntimeLink, request: runtime_pb2.GenerateRequest, config: NodeConfig
+        cls,
+        key: ConversationKey,
+        runtime: RuntimeLink,
+        request: runtime_pb2.GenerateRequest,
+        manifest: Manifest,
+        config: NodeConfig,
     ) -> Self:
         """Looks up what fits the request's prompt, puts the tickets into it, and begins to restore."""
         app = config.app
+        registered = (prompt.token_ids for prompt in manifest.system_prompts)
         conversation = Conversation(
-            key, runtime.format, config.sockets.store, timeout=app.cache_timeout_s, ttl_s=app.cache_ttl_s
+            key,
+            runtime.format,
+            config.sockets.store,
+            prefix=shared_prefix(registered, tuple(request.token_ids), runtime.format.block_tokens),
+            timeout=app.cache_timeout_s,
+            ttl_s=app.cache_ttl_s,
         )
         reuse = cls(conversation, limit_s=app.cache_timeout_s, save_s=app.save_deadline_s)
         try:

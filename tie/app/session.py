@@ -108,7 +108,7 @@ class Session:
             from tie.app.reuse import Reuse
 
             self._prompt = tuple(asked.token_ids)
-            self._reuse = await Reuse.begin(key, runtime, asked, self._config)
+            self._reuse = await Reuse.begin(key, runtime, asked, model.manifest, self._config)
         self._generation = Generation(asked, model.tokenizer, self._sender)
         return await self._generation.run(runtime.triton, timeout=max(0.001, deadline - time.monotonic()))
 

@@ -45,12 +45,16 @@ class BundleExistsError(BundleError):
 
 
 def read_source(path: Path) -> ModelSource:
-    """A model from a .gguf file or a Hugging Face directory.
+    """A model from a .gguf file, a Hugging Face directory, or another bundle.
 
     Raises:
         BundleError: neither, or not supported.
     """
     # Each format's libraries only where it is used.
+    if (path / MANIFEST_FILE).is_file():
+        from tie.assets.bundle_reader import read_bundle
+
+        return read_bundle(path)
     if path.is_dir():
         from tie.assets.safetensors_reader import read_directory
 

@@ -9,14 +9,15 @@ Kind = Literal["auto", "torch", "native"]
 NATIVE_PREFIX: Final = "native-"
 
 
-def layout_id(kind: Kind, *, device: str, dtype: str, weights: str) -> str:
+def layout_id(kind: Kind, *, device: str, dtype: str, weights: str, block_tokens: int) -> str:
     """The layout that the node's configuration asks for: `native-<weights>` or `torch-<device>-<dtype>`.
 
-    "auto" is the native executor where it is fast, unless float32 is asked for, which is PyTorch's alone. Where the
-    native one cannot run (the package was built without a compiler, or the node computes on a GPU), PyTorch takes its
-    place: the layout says so, and with it the node's status.
+    "auto" is the native executor where it is fast, unless float32 or another size of blocks is asked for, which are
+    PyTorch's alone. Where the native one cannot run (the package was built without a compiler, or the node computes on
+    a GPU), PyTorch takes its place: the layout says so, and with it the node's status.
     """
-    wanted = library.available() if kind == "native" else kind == "auto" and dtype != "f32" and library.fast()
+    fits = dtype != "f32" and block_tokens == library.BLOCK_TOKENS
+    wanted = library.available() if kind == "native" else kind == "auto" and fits and library.fast()
     if wanted and device == "cpu":
         return NATIVE_PREFIX + weights
     return f"torch-{device}-{dtype}"

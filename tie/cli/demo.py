@@ -98,7 +98,9 @@ def _show(node: LocalNode, bundle: Bundle, console: Console) -> None:
     processes = len(node.processes())
     console.print(f"[bold]the node is available[/] after {time.monotonic() - begun:.1f} s: {processes} processes")
     target = asking.target(node.run_dir, None, None, None)
-    history: list[Message] = []
+    # As an application would: with a system prompt that is registered, so that no request has to compute it.
+    registered = max((prompt.text for prompt in bundle.manifest.system_prompts), key=len, default="")
+    history: list[Message] = [{"role": "system", "content": registered}] if registered else []
     answers: list[Answer] = []
     with Client(target.url, target.statement_key) as client:
         answers.append(_turn(client, target.model, history, _QUESTIONS[0], console))
@@ -162,6 +164,7 @@ def _recycle(node: LocalNode, bundle: Bundle, console: Console) -> float:
         ("read by the new runtime", f"{after.runtime.weight_file_bytes_read} bytes of weight files",
          after.runtime.weight_file_bytes_read == 0),
         _mapped(node, files),
+        _prefix(after),
     ]  # fmt: skip
     for name, text, good in facts:
         console.print(f"  {'[green]✓[/]' if good else '[red]✗[/]'} {name}: {text}")
@@ -184,6 +187,18 @@ async def _run_recycle(node: LocalNode, console: Console) -> float:
                 await node.wait_for(control_pb2.STATE_AVAILABLE, _RECYCLE_S)
                 return float(progress.elapsed_s)
     raise PeerError("the controller ended the recycle's progress early")
+
+
+def _prefix(status: control_pb2.NodeStatus) -> tuple[str, str, bool]:
+    """What became of the registered system prompts' cache."""
+    name, prefix = "system prompts' cache", status.runtime.prefix
+    if prefix.state == "none":
+        return name, "no registered prompt is long enough for one", True
+    text = (
+        f"{prefix.blocks} blocks, {size(status.owner.pool_bytes)}, mapped read-only; sealed {status.owner.pool_seals} "
+    )
+    text += f"time{'s' * (status.owner.pool_seals != 1)} since the owner's start"
+    return name, text, prefix.restored and status.owner.pool_seals == 1
 
 
 def _mapped(node: LocalNode, files: list[Path]) -> tuple[str, str, bool]:

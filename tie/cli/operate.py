@@ -52,12 +52,14 @@ def status(run_dir: Path, *, as_json: bool, watch: bool) -> int:
 @control.run_dir_option
 @click.option("--reason", default="operator", show_default=True, help="A word for the node's records.")
 @click.option("--deadline", type=click.FloatRange(0), help="Seconds that running requests get [default: the node's].")
+@click.option("--now", is_flag=True, help="Do not wait for running requests: cut them; their users are told.")
 @click.option("--json", "as_json", is_flag=True, help="Progress as JSON lines.")
-def recycle(run_dir: Path, reason: str, deadline: float | None, *, as_json: bool) -> int:
+def recycle(run_dir: Path, reason: str, deadline: float | None, *, now: bool, as_json: bool) -> int:
     """Replace the runtime by a fresh one: drain, end, start, attach the weights that are still in memory."""
 
     async def action() -> int:
-        request = control_pb2.RecycleRequest(reason=reason, drain_deadline_ms=int((deadline or 0) * 1000))
+        milliseconds = 1 if now or deadline == 0 else int((deadline or 0) * 1000)  # 0 stands for the node's own
+        request = control_pb2.RecycleRequest(reason=reason, drain_deadline_ms=milliseconds)
         last = control_pb2.RecycleProgress()
         shown = -1
         async with control.connected(run_dir) as connection:

@@ -74,7 +74,7 @@ def with_bundle(config: NodeConfig, bundle: Path | None, console: Console) -> No
     Raises:
         BundleError: there is no such bundle.
     """
-    from tie.assets.bundle import open_bundle  # needs the node's packages, which `tie up --help` does not
+    from tie.assets import active  # needs the node's packages, which `tie up --help` does not
 
     if bundle is None and config.model.bundle:
         bundle = Path(config.model.bundle)
@@ -86,9 +86,11 @@ def with_bundle(config: NodeConfig, bundle: Path | None, console: Console) -> No
             console.say(f"making the demo model's bundle in {bundle} …")
             demo_bundle(bundle)
     bundle = bundle.absolute()
-    manifest = open_bundle(bundle).manifest
+    # All parts look through this link, which `tie assets activate` can point elsewhere.
+    link = Path(config.run_dir) / "assets" / active.LINK
+    manifest = active.point(link, bundle).manifest
     console.say(f"model {manifest.model} ({manifest.release}) from {bundle}")
-    return settings.replace(config, model__bundle=str(bundle))
+    return settings.replace(config, model__bundle=str(link))
 
 
 def check(config: NodeConfig) -> None:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tie.proto import control_pb2, gpuhealth_pb2, owner_pb2, probe_pb2
 
-_GOOD = {"available", "ready", "healthy", "connected"}
+_GOOD = {"available", "ready", "healthy", "connected", "sealed"}
 _BAD = {"error", "in error", "unavailable", "failed", "not connected"}
 
 
@@ -73,7 +73,13 @@ def status_table(status: control_pb2.NodeStatus) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading in ("part", "state", "details"):
         table.add_column(heading)
-    for name, state, details in (_runtime(status), _gpu(status), _owner(status), _cloudboard(status)):
+    for name, state, details in (
+        _runtime(status),
+        _gpu(status),
+        _owner(status),
+        _prefixes(status),
+        _cloudboard(status),
+    ):
         table.add_row(name, _coloured(state), details)
     lines: list[RenderableType] = [title, table, Text(_recycles(status), style="dim")]
     for event in list(status.events)[-5:]:
@@ -122,6 +128,19 @@ def _owner(status: control_pb2.NodeStatus) -> tuple[str, str, str]:
     attached = f"attached {owner.attaches} time{'s' * (owner.attaches != 1)}"
     state = word(owner_pb2.State.DESCRIPTOR, owner.state)
     return "weights", state, _join([", ".join(owner.layouts), size(owner.arena_bytes), read, attached, owner.error])
+
+
+def _prefixes(status: control_pb2.NodeStatus) -> tuple[str, str, str]:
+    prefix = status.runtime.prefix
+    if not status.probe_peer.connected:
+        return "prefixes", "not connected", ""
+    details = [
+        f"{prefix.blocks} blocks, {prefix.hot_blocks} of them hot",
+        size(status.owner.pool_bytes) if status.owner_peer.connected else "",
+        "restored" if prefix.restored else "",
+        f"{prefix.hits} hits, {prefix.tokens} tokens not computed",
+    ]
+    return "prefixes", prefix.state or "unknown", "" if prefix.state in {"", "none"} else _join(details)
 
 
 def _cloudboard(status: control_pb2.NodeStatus) -> tuple[str, str, str]:

@@ -39,7 +39,7 @@ _OUTCOMES: Final = {
     kps_pb2.OUTCOME_REFUSED: envelope_pb2.JOB_REFUSED,
     kps_pb2.OUTCOME_REPLAYED: envelope_pb2.JOB_REPLAYED,
     kps_pb2.OUTCOME_UNKNOWN_KEY: envelope_pb2.JOB_UNKNOWN_KEY,
-    kps_pb2.OUTCOME_RATE_LIMITED: envelope_pb2.JOB_BUSY,
+    kps_pb2.OUTCOME_RATE_LIMITED: envelope_pb2.JOB_UNAVAILABLE,
 }
 
 
@@ -156,7 +156,7 @@ class Job:
             reply = await self._kps.OpenDek(request, timeout=KPS_S, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             log.failure("job.no-kps", error, request_id=self._request_id)
-            raise JobEndedError(envelope_pb2.JOB_BUSY) from None
+            raise JobEndedError(envelope_pb2.JOB_UNAVAILABLE) from None
         if reply.outcome != kps_pb2.OUTCOME_OK:
             raise JobEndedError(_OUTCOMES.get(reply.outcome, envelope_pb2.JOB_FAILED))
         try:

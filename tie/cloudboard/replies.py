@@ -37,7 +37,7 @@ REPLIES: Final = MappingProxyType(
         "headers_too_large": Reply(431, "the request's head is over the server's limit"),
         "failed": Reply(502, "the node lost the request"),
         "busy": Reply(503, "the node takes no requests now: try another, or again"),
-        "unavailable": Reply(503, "the node has no key to seal to now: try again"),
+        "unavailable": Reply(503, "the node's key protection service does not answer: try again"),
         "deadline": Reply(504, "the request took too long"),
     }
 )
@@ -50,6 +50,7 @@ JOB_CODES: Final = MappingProxyType(
         envelope_pb2.JOB_BUSY: "busy",
         envelope_pb2.JOB_TRUNCATED: "truncated",
         envelope_pb2.JOB_TOO_LARGE: "too_large",
+        envelope_pb2.JOB_UNAVAILABLE: "unavailable",
         envelope_pb2.JOB_FAILED: "failed",
     }
 )

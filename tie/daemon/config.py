@@ -35,6 +35,7 @@ class OwnerConfig(_Table, frozen=True):
 
     device: Literal["cpu", "cuda"] = "cpu"
     allowed_users: tuple[str, ...] = ()  # names or numbers, beside root and the owner's own, that may attach
+    pool_bytes: Count = 1024 * 1024 * 1024  # what the prefix pools of registered system prompts may take, in all
 
 
 class RuntimeConfig(_Table, frozen=True):

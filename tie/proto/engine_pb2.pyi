@@ -110,7 +110,9 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
 class WarmRequest(_message.Message):
-    """Prefill one registered system prompt of the bundle, by its index there."""
+    """Have one registered system prompt of the bundle, by its index there, in the prefix pool. Nothing is computed where the
+    pool holds it already.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -170,6 +172,7 @@ class EngineStatus(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     OWNER_GENERATION_FIELD_NUMBER: _builtins.int
     WEIGHT_FILE_BYTES_READ_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     model: _builtins.str
     release: _builtins.str
@@ -188,6 +191,8 @@ class EngineStatus(_message.Message):
     """of the weights it attached"""
     weight_file_bytes_read: _builtins.int
     """always 0 by construction: weights come by descriptor"""
+    @_builtins.property
+    def prefix(self) -> Global___Prefix: ...
     def __init__(
         self,
         *,
@@ -204,11 +209,54 @@ class EngineStatus(_message.Message):
         metrics: _builtins.str = ...,
         owner_generation: _builtins.int = ...,
         weight_file_bytes_read: _builtins.int = ...,
+        prefix: Global___Prefix | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "instance_id", b"instance_id", "last_step_age_s", b"last_step_age_s", "max_batch_seen", b"max_batch_seen", "metrics", b"metrics", "model", b"model", "owner_generation", b"owner_generation", "release", b"release", "running", b"running", "state", b"state", "steps", b"steps", "waiting", b"waiting", "weight_file_bytes_read", b"weight_file_bytes_read"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "instance_id", b"instance_id", "last_step_age_s", b"last_step_age_s", "max_batch_seen", b"max_batch_seen", "metrics", b"metrics", "model", b"model", "owner_generation", b"owner_generation", "prefix", b"prefix", "release", b"release", "running", b"running", "state", b"state", "steps", b"steps", "waiting", b"waiting", "weight_file_bytes_read", b"weight_file_bytes_read"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
+
+@_typing.final
+class Prefix(_message.Message):
+    """The system-prompt prefix cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    HOT_BLOCKS_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """"none" (nothing to keep), "cold", "filling", "sealed", "off" (the owner gives no room)"""
+    restored: _builtins.bool
+    """sealed by an earlier runtime"""
+    blocks: _builtins.int
+    """in the pool"""
+    hot_blocks: _builtins.int
+    """of them in the paged KV"""
+    hits: _builtins.int
+    """sequences that began with blocks of the pool"""
+    tokens: _builtins.int
+    """tokens that were not computed for it"""
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        restored: _builtins.bool = ...,
+        blocks: _builtins.int = ...,
+        hot_blocks: _builtins.int = ...,
+        hits: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "hits", b"hits", "hot_blocks", b"hot_blocks", "restored", b"restored", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prefix: _TypeAlias = Prefix  # noqa: Y015

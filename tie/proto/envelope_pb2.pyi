@@ -39,6 +39,8 @@ class _JobStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobStatus.V
     """the request ended before its last segment"""
     JOB_FAILED: _JobStatus.ValueType  # 7
     JOB_TOO_LARGE: _JobStatus.ValueType  # 8
+    JOB_UNAVAILABLE: _JobStatus.ValueType  # 9
+    """the key protection service does not answer: another jobhelper would not do better"""
 
 class JobStatus(_JobStatus, metaclass=_JobStatusEnumTypeWrapper): ...
 
@@ -55,6 +57,8 @@ JOB_TRUNCATED: JobStatus.ValueType  # 6
 """the request ended before its last segment"""
 JOB_FAILED: JobStatus.ValueType  # 7
 JOB_TOO_LARGE: JobStatus.ValueType  # 8
+JOB_UNAVAILABLE: JobStatus.ValueType  # 9
+"""the key protection service does not answer: another jobhelper would not do better"""
 Global___JobStatus: _TypeAlias = JobStatus  # noqa: Y015
 
 @_typing.final

@@ -24,39 +24,67 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tie/proto/owner.proto\x12\ttie.owner\";\n\x0cOwnerRequest\x12#\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x11.tie.owner.AttachH\x00\x42\x06\n\x04kind\"=\n\x06\x41ttach\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x11\n\tlayout_id\x18\x03 \x01(\t\"\x8b\x01\n\nOwnerReply\x12\'\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x13.tie.owner.AttachedH\x00\x12%\n\x07refused\x18\x02 \x01(\x0b\x32\x12.tie.owner.RefusedH\x00\x12%\n\x07loading\x18\x03 \x01(\x0b\x32\x12.tie.owner.LoadingH\x00\x42\x06\n\x04kind\"\xd7\x01\n\x08\x41ttached\x12\x16\n\x0eowner_instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07release\x18\x04 \x01(\t\x12\x11\n\tlayout_id\x18\x05 \x01(\t\x12\x13\n\x0b\x61rena_bytes\x18\x06 \x01(\x04\x12\x13\n\x0btable_bytes\x18\x07 \x01(\x04\x12\x14\n\x0ctable_sha256\x18\x08 \x01(\x0c\x12\x17\n\x0f\x63uda_ipc_handle\x18\t \x01(\x0c\x12\x13\n\x0b\x63onfig_json\x18\n \x01(\t\"1\n\x0bTensorTable\x12\"\n\x07tensors\x18\x01 \x03(\x0b\x32\x11.tie.owner.Tensor\"S\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\"\x19\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"2\n\x07Loading\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\"\x12\n\x10GetStatusRequest\"\xb1\x02\n\x0bOwnerStatus\x12\x16\n\x0eowner_instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x1f\n\x05state\x18\x03 \x01(\x0e\x32\x10.tie.owner.State\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07release\x18\x05 \x01(\t\x12\x0f\n\x07layouts\x18\x06 \x03(\t\x12\x19\n\x11weight_bytes_read\x18\x07 \x01(\x04\x12\r\n\x05loads\x18\x08 \x01(\x04\x12\x14\n\x0cload_seconds\x18\t \x01(\x01\x12\x13\n\x0b\x61rena_bytes\x18\n \x01(\x04\x12\x10\n\x08\x61ttaches\x18\x0b \x01(\x04\x12\x16\n\x0eprogress_bytes\x18\x0c \x01(\x04\x12\x16\n\x0eprogress_total\x18\r \x01(\x04\x12\r\n\x05\x65rror\x18\x0e \x01(\t\"!\n\x0fShutdownRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0f\n\rShutdownReply*T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_LOADING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x10\n\x0cSTATE_FAILED\x10\x03\x32\x90\x01\n\nModelOwner\x12@\n\tGetStatus\x12\x1b.tie.owner.GetStatusRequest\x1a\x16.tie.owner.OwnerStatus\x12@\n\x08Shutdown\x12\x1a.tie.owner.ShutdownRequest\x1a\x18.tie.owner.ShutdownReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tie/proto/owner.proto\x12\ttie.owner\"\xf3\x01\n\x0cOwnerRequest\x12#\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x11.tie.owner.AttachH\x00\x12\x30\n\rpool_allocate\x18\x02 \x01(\x0b\x32\x17.tie.owner.PoolAllocateH\x00\x12(\n\tpool_seal\x18\x03 \x01(\x0b\x32\x13.tie.owner.PoolSealH\x00\x12.\n\x0cpool_restore\x18\x04 \x01(\x0b\x32\x16.tie.owner.PoolRestoreH\x00\x12*\n\npool_reset\x18\x05 \x01(\x0b\x32\x14.tie.owner.PoolResetH\x00\x42\x06\n\x04kind\"=\n\x06\x41ttach\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x11\n\tlayout_id\x18\x03 \x01(\t\"\xce\x02\n\nOwnerReply\x12\'\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x13.tie.owner.AttachedH\x00\x12%\n\x07refused\x18\x02 \x01(\x0b\x32\x12.tie.owner.RefusedH\x00\x12%\n\x07loading\x18\x03 \x01(\x0b\x32\x12.tie.owner.LoadingH\x00\x12\x32\n\x0epool_allocated\x18\x04 \x01(\x0b\x32\x18.tie.owner.PoolAllocatedH\x00\x12,\n\x0bpool_sealed\x18\x05 \x01(\x0b\x32\x15.tie.owner.PoolSealedH\x00\x12,\n\x0bpool_states\x18\x06 \x01(\x0b\x32\x15.tie.owner.PoolStatesH\x00\x12\x31\n\x0epool_was_reset\x18\x07 \x01(\x0b\x32\x17.tie.owner.PoolWasResetH\x00\x42\x06\n\x04kind\"\xd7\x01\n\x08\x41ttached\x12\x16\n\x0eowner_instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07release\x18\x04 \x01(\t\x12\x11\n\tlayout_id\x18\x05 \x01(\t\x12\x13\n\x0b\x61rena_bytes\x18\x06 \x01(\x04\x12\x13\n\x0btable_bytes\x18\x07 \x01(\x04\x12\x14\n\x0ctable_sha256\x18\x08 \x01(\x0c\x12\x17\n\x0f\x63uda_ipc_handle\x18\t \x01(\x0c\x12\x13\n\x0b\x63onfig_json\x18\n \x01(\t\"1\n\x0bTensorTable\x12\"\n\x07tensors\x18\x01 \x03(\x0b\x32\x11.tie.owner.Tensor\"S\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\"\x19\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x7f\n\nPoolFormat\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\t\x12\x11\n\tlayout_id\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\x12\x13\n\x0b\x62lock_count\x18\x06 \x01(\r\"r\n\x0cPoolAllocate\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12%\n\x06\x66ormat\x18\x03 \x01(\x0b\x32\x15.tie.owner.PoolFormat\x12\x19\n\x11metadata_capacity\x18\x04 \x01(\x04\"\x0f\n\rPoolAllocated\"r\n\x08PoolSeal\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x16\n\x0emetadata_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fmetadata_sha256\x18\x04 \x01(\x0c\x12\x13\n\x0btrie_sha256\x18\x05 \x01(\x0c\"\x0c\n\nPoolSealed\"/\n\x0bPoolRestore\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\"1\n\nPoolStates\x12#\n\x05ranks\x18\x01 \x03(\x0b\x32\x14.tie.owner.PoolState\"\xc5\x01\n\tPoolState\x12#\n\x05stage\x18\x01 \x01(\x0e\x32\x14.tie.owner.PoolStage\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12%\n\x06\x66ormat\x18\x03 \x01(\x0b\x32\x15.tie.owner.PoolFormat\x12\x12\n\npool_bytes\x18\x04 \x01(\x04\x12\x16\n\x0emetadata_bytes\x18\x05 \x01(\x04\x12\x17\n\x0fmetadata_sha256\x18\x06 \x01(\x0c\x12\x13\n\x0btrie_sha256\x18\x07 \x01(\x0c\"\x0b\n\tPoolReset\"\x0e\n\x0cPoolWasReset\"2\n\x0cPoolMetadata\x12\x0c\n\x04trie\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_sha256\x18\x02 \x03(\x0c\"\xab\x01\n\nPrefixTrie\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x17\n\x0fmanifest_sha256\x18\x02 \x01(\x0c\x12\x10\n\x08software\x18\x03 \x01(\t\x12\x11\n\tlayout_id\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12$\n\x05nodes\x18\x07 \x03(\x0b\x32\x15.tie.owner.PrefixNode\"/\n\nPrefixNode\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"2\n\x07Loading\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\"\x12\n\x10GetStatusRequest\"\xc4\x03\n\x0bOwnerStatus\x12\x16\n\x0eowner_instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x1f\n\x05state\x18\x03 \x01(\x0e\x32\x10.tie.owner.State\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07release\x18\x05 \x01(\t\x12\x0f\n\x07layouts\x18\x06 \x03(\t\x12\x19\n\x11weight_bytes_read\x18\x07 \x01(\x04\x12\r\n\x05loads\x18\x08 \x01(\x04\x12\x14\n\x0cload_seconds\x18\t \x01(\x01\x12\x13\n\x0b\x61rena_bytes\x18\n \x01(\x04\x12\x10\n\x08\x61ttaches\x18\x0b \x01(\x04\x12\x16\n\x0eprogress_bytes\x18\x0c \x01(\x04\x12\x16\n\x0eprogress_total\x18\r \x01(\x04\x12\r\n\x05\x65rror\x18\x0e \x01(\t\x12(\n\npool_stage\x18\x0f \x01(\x0e\x32\x14.tie.owner.PoolStage\x12\x12\n\npool_bytes\x18\x10 \x01(\x04\x12\x13\n\x0bpool_blocks\x18\x11 \x01(\r\x12\x12\n\npool_seals\x18\x12 \x01(\x04\x12\x15\n\rpool_restores\x18\x13 \x01(\x04\x12\x13\n\x0bpool_resets\x18\x14 \x01(\x04\"!\n\x0fShutdownRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0f\n\rShutdownReply*l\n\tPoolStage\x12\x1a\n\x16POOL_STAGE_UNSPECIFIED\x10\x00\x12\x14\n\x10POOL_STAGE_EMPTY\x10\x01\x12\x16\n\x12POOL_STAGE_FILLING\x10\x02\x12\x15\n\x11POOL_STAGE_SEALED\x10\x03*T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_LOADING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x10\n\x0cSTATE_FAILED\x10\x03\x32\x90\x01\n\nModelOwner\x12@\n\tGetStatus\x12\x1b.tie.owner.GetStatusRequest\x1a\x16.tie.owner.OwnerStatus\x12@\n\x08Shutdown\x12\x1a.tie.owner.ShutdownRequest\x1a\x18.tie.owner.ShutdownReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tie.proto.owner_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATE']._serialized_start=1115
-  _globals['_STATE']._serialized_end=1199
-  _globals['_OWNERREQUEST']._serialized_start=36
-  _globals['_OWNERREQUEST']._serialized_end=95
-  _globals['_ATTACH']._serialized_start=97
-  _globals['_ATTACH']._serialized_end=158
-  _globals['_OWNERREPLY']._serialized_start=161
-  _globals['_OWNERREPLY']._serialized_end=300
-  _globals['_ATTACHED']._serialized_start=303
-  _globals['_ATTACHED']._serialized_end=518
-  _globals['_TENSORTABLE']._serialized_start=520
-  _globals['_TENSORTABLE']._serialized_end=569
-  _globals['_TENSOR']._serialized_start=571
-  _globals['_TENSOR']._serialized_end=654
-  _globals['_REFUSED']._serialized_start=656
-  _globals['_REFUSED']._serialized_end=681
-  _globals['_LOADING']._serialized_start=683
-  _globals['_LOADING']._serialized_end=733
-  _globals['_GETSTATUSREQUEST']._serialized_start=735
-  _globals['_GETSTATUSREQUEST']._serialized_end=753
-  _globals['_OWNERSTATUS']._serialized_start=756
-  _globals['_OWNERSTATUS']._serialized_end=1061
-  _globals['_SHUTDOWNREQUEST']._serialized_start=1063
-  _globals['_SHUTDOWNREQUEST']._serialized_end=1096
-  _globals['_SHUTDOWNREPLY']._serialized_start=1098
-  _globals['_SHUTDOWNREPLY']._serialized_end=1113
-  _globals['_MODELOWNER']._serialized_start=1202
-  _globals['_MODELOWNER']._serialized_end=1346
+  _globals['_POOLSTAGE']._serialized_start=2638
+  _globals['_POOLSTAGE']._serialized_end=2746
+  _globals['_STATE']._serialized_start=2748
+  _globals['_STATE']._serialized_end=2832
+  _globals['_OWNERREQUEST']._serialized_start=37
+  _globals['_OWNERREQUEST']._serialized_end=280
+  _globals['_ATTACH']._serialized_start=282
+  _globals['_ATTACH']._serialized_end=343
+  _globals['_OWNERREPLY']._serialized_start=346
+  _globals['_OWNERREPLY']._serialized_end=680
+  _globals['_ATTACHED']._serialized_start=683
+  _globals['_ATTACHED']._serialized_end=898
+  _globals['_TENSORTABLE']._serialized_start=900
+  _globals['_TENSORTABLE']._serialized_end=949
+  _globals['_TENSOR']._serialized_start=951
+  _globals['_TENSOR']._serialized_end=1034
+  _globals['_REFUSED']._serialized_start=1036
+  _globals['_REFUSED']._serialized_end=1061
+  _globals['_POOLFORMAT']._serialized_start=1063
+  _globals['_POOLFORMAT']._serialized_end=1190
+  _globals['_POOLALLOCATE']._serialized_start=1192
+  _globals['_POOLALLOCATE']._serialized_end=1306
+  _globals['_POOLALLOCATED']._serialized_start=1308
+  _globals['_POOLALLOCATED']._serialized_end=1323
+  _globals['_POOLSEAL']._serialized_start=1325
+  _globals['_POOLSEAL']._serialized_end=1439
+  _globals['_POOLSEALED']._serialized_start=1441
+  _globals['_POOLSEALED']._serialized_end=1453
+  _globals['_POOLRESTORE']._serialized_start=1455
+  _globals['_POOLRESTORE']._serialized_end=1502
+  _globals['_POOLSTATES']._serialized_start=1504
+  _globals['_POOLSTATES']._serialized_end=1553
+  _globals['_POOLSTATE']._serialized_start=1556
+  _globals['_POOLSTATE']._serialized_end=1753
+  _globals['_POOLRESET']._serialized_start=1755
+  _globals['_POOLRESET']._serialized_end=1766
+  _globals['_POOLWASRESET']._serialized_start=1768
+  _globals['_POOLWASRESET']._serialized_end=1782
+  _globals['_POOLMETADATA']._serialized_start=1784
+  _globals['_POOLMETADATA']._serialized_end=1834
+  _globals['_PREFIXTRIE']._serialized_start=1837
+  _globals['_PREFIXTRIE']._serialized_end=2008
+  _globals['_PREFIXNODE']._serialized_start=2010
+  _globals['_PREFIXNODE']._serialized_end=2057
+  _globals['_LOADING']._serialized_start=2059
+  _globals['_LOADING']._serialized_end=2109
+  _globals['_GETSTATUSREQUEST']._serialized_start=2111
+  _globals['_GETSTATUSREQUEST']._serialized_end=2129
+  _globals['_OWNERSTATUS']._serialized_start=2132
+  _globals['_OWNERSTATUS']._serialized_end=2584
+  _globals['_SHUTDOWNREQUEST']._serialized_start=2586
+  _globals['_SHUTDOWNREQUEST']._serialized_end=2619
+  _globals['_SHUTDOWNREPLY']._serialized_start=2621
+  _globals['_SHUTDOWNREPLY']._serialized_end=2636
+  _globals['_MODELOWNER']._serialized_start=2835
+  _globals['_MODELOWNER']._serialized_end=2979
 # @@protoc_insertion_point(module_scope)

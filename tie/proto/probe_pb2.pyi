@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tie.proto import engine_pb2 as _engine_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -88,6 +89,7 @@ class RuntimeStatus(_message.Message):
     WARMED_FIELD_NUMBER: _builtins.int
     OWNER_GENERATION_FIELD_NUMBER: _builtins.int
     WEIGHT_FILE_BYTES_READ_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     instance_id: _builtins.str
     """random per runtime start"""
@@ -107,6 +109,8 @@ class RuntimeStatus(_message.Message):
 
     @_builtins.property
     def last_canary(self) -> Global___Canary: ...
+    @_builtins.property
+    def prefix(self) -> _engine_pb2.Prefix: ...
     def __init__(
         self,
         *,
@@ -124,10 +128,11 @@ class RuntimeStatus(_message.Message):
         warmed: _builtins.bool = ...,
         owner_generation: _builtins.int = ...,
         weight_file_bytes_read: _builtins.int = ...,
+        prefix: _engine_pb2.Prefix | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_canary", b"last_canary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_canary", b"last_canary", "prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "instance_id", b"instance_id", "last_canary", b"last_canary", "max_batch_seen", b"max_batch_seen", "model", b"model", "owner_generation", b"owner_generation", "reasons", b"reasons", "release", b"release", "running", b"running", "state", b"state", "uptime_s", b"uptime_s", "waiting", b"waiting", "warmed", b"warmed", "weight_file_bytes_read", b"weight_file_bytes_read"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "instance_id", b"instance_id", "last_canary", b"last_canary", "max_batch_seen", b"max_batch_seen", "model", b"model", "owner_generation", b"owner_generation", "prefix", b"prefix", "reasons", b"reasons", "release", b"release", "running", b"running", "state", b"state", "uptime_s", b"uptime_s", "waiting", b"waiting", "warmed", b"warmed", "weight_file_bytes_read", b"weight_file_bytes_read"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -161,7 +161,8 @@ class Admission:
         return self._residency.blocks_needed(sequence) <= self._residency.pool.free
 
     def _short(self, sequence: Sequence) -> bool:
-        return sequence.length <= self._limits.step_tokens
+        cached = len(sequence.prefix) * self._residency.pool.block_tokens
+        return sequence.length - cached <= self._limits.step_tokens
 
     def _blocked(self, sequence: Sequence) -> bool:
         if self._residency.waits_for_sibling(sequence):

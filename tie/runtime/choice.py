@@ -75,7 +75,13 @@ class Choice:
 
     def restore(self, tokens: int) -> None:
         """Says that the first `tokens` tokens need not be computed: they will be copied in once there are blocks."""
-        self._cached = self.sequence.restored = tokens
+        self.sequence.restored = tokens
+        self._cached = max(self._cached, tokens)
+
+    def share(self, prefix: tuple[int, ...], tokens: int) -> None:
+        """Says that the first `tokens` tokens come from these nodes of the prefix trie."""
+        self.sequence.prefix = prefix
+        self._cached = max(self._cached, tokens)
 
     def ready(self, timeout: float) -> bool:
         """Whether `forced` and `row` answer at once, after waiting for the grammar for at most `timeout` seconds.

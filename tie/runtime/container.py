@@ -6,7 +6,7 @@ Three small programs run under supervisord (`python -P -m tie.runtime.container 
 - `serve` starts tritonserver, ends when it ends, and stops it well;
 - `watch` is supervisord's event listener and takes the container down when one of the others ends.
 
-The guard watches the watcher in turn, and the kernel kills every process of the container when its parent ends
+The others watch the watcher in turn, and the kernel kills every process of the container when its parent ends
 (PR_SET_PDEATHSIG), so there is none whose death leaves the others running. A container that goes down is made anew from
 outside.
 
@@ -98,7 +98,10 @@ def serve() -> int:
     os.umask(0o117)
     server = _start(command(node_config.load(Path(os.environ[environment.CONFIG])), _directory()))
     ended = os.pidfd_open(server.pid)
-    readable, _, _ = select.select([ended, stop.fileno()], [], [])
+    watcher = _connect_to_watcher()  # the guard may die with it
+    readable, _, _ = select.select([ended, stop.fileno(), watcher.fileno()], [], [])
+    if readable == [watcher.fileno()]:
+        _kill_container("watcher-died")
     if ended not in readable:
         _drain(ended)
         server.kill()
@@ -117,8 +120,8 @@ def watch() -> NoReturn:
     os.umask(0o177)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(os.fspath(path))
-    # Nobody accepts: the guard's pending connection breaks when this process ends, and that is all it is for.
-    listener.listen(1)
+    # Nobody accepts: the others' pending connections break when this process ends, and that is all they are for.
+    listener.listen(2)
     headers, _ = childutils.listener.wait()
     _kill_container(headers["eventname"].lower().replace("_", "-"))
 

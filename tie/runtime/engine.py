@@ -31,6 +31,7 @@ from tie.runtime.kv_blocks import Restored
 from tie.runtime.metrics import EngineMetrics
 from tie.runtime.pace import Pace
 from tie.runtime.plan import Plan, PlannedSlice
+from tie.runtime.prefix_cache import PrefixCache
 from tie.runtime.request import Bounds, Request
 from tie.runtime.scheduler import Limits, Scheduler
 from tie.runtime.sequence import Sequence
@@ -66,6 +67,7 @@ class Engine:
         tokenizer: the bundle's.
         end_ids: the bundle's end-of-turn tokens.
         grammars: compiles grammars.
+        prefix: blocks of registered system prompts.
         speculation: whether drafts are made where they pay.
         clock: seconds, by which the cost of steps is measured.
         on_failure: called once, on the step thread, when the executor has failed.
@@ -82,6 +84,7 @@ class Engine:
         end_ids: frozenset[int],
         grammars: GrammarCompiler,
         on_failure: Callable[[], None],
+        prefix: PrefixCache | None = None,
         speculation: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -99,9 +102,11 @@ class Engine:
         self._unfinished = 0  # choices of requests that have not had their last event
         self._state: engine_pb2.State.ValueType = engine_pb2.STATE_INITIALIZING
         # The step thread's own:
-        self._scheduler = Scheduler(limits, pool)
+        self._prefix = prefix or PrefixCache(pool)
+        self._scheduler = Scheduler(limits, pool, self._prefix)
         self._jobs = Jobs(
             self._scheduler,
+            self._prefix,
             max_length=bounds.max_length,
             tokenizer=tokenizer,
             end_ids=end_ids,
@@ -268,14 +273,10 @@ class Engine:
         self._steps += 1
         self._last_step = time.monotonic()
         self._max_batch = max(self._max_batch, len(plan.slices))
-        self.metrics.steps.inc()
-        self.metrics.step_seconds.observe(seconds)
-        self.metrics.batch.observe(len(plan.slices))
-        self.metrics.preemptions.inc(len(plan.preempted))
+        self.metrics.record_step(plan, seconds, running=self._scheduler.running, waiting=self._scheduler.waiting)
         self.metrics.record_drafts(self._speculation.drafted, self._speculation.accepted)
         self.metrics.record_pool(self._pool.statistics())
-        self.metrics.running.set(self._scheduler.running)
-        self.metrics.waiting.set(self._scheduler.waiting)
+        self.metrics.record_prefix(self._prefix.statistics, self._prefix.hot)
 
 
 def _slice(part: PlannedSlice) -> SequenceSlice:

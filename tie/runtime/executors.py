@@ -46,7 +46,13 @@ class Executor(Protocol):
 
 def layout_for(runtime: RuntimeConfig) -> str:
     """The layout to ask the owner for."""
-    return layout_id(runtime.executor, device=runtime.device, dtype=runtime.dtype, weights=runtime.weights)
+    return layout_id(
+        runtime.executor,
+        device=runtime.device,
+        dtype=runtime.dtype,
+        weights=runtime.weights,
+        block_tokens=runtime.block_tokens,
+    )
 
 
 def make_executor(runtime: RuntimeConfig, model: ModelConfig, weights: Weights, layout: str) -> Executor:

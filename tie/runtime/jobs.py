@@ -17,6 +17,7 @@ from tie.runtime.grammar_compiler import COMPILE_DEADLINE_S, CompilerBusyError
 from tie.runtime.keeping import Keep, Keeping, Later
 from tie.runtime.kv_blocks import Restored
 from tie.runtime.metrics import EngineMetrics
+from tie.runtime.prefix_cache import PrefixCache
 from tie.runtime.request import Request
 from tie.runtime.scheduler import Scheduler
 from tie.runtime.sequence import Phase, Priority, Sequence
@@ -66,6 +67,7 @@ class Jobs:
 
     Args:
         scheduler: gets their sequences.
+        prefix: blocks of registered system prompts.
         max_length: the longest sequence, in tokens.
         tokenizer: the bundle's.
         end_ids: the bundle's end-of-turn tokens.
@@ -77,6 +79,7 @@ class Jobs:
     def __init__(
         self,
         scheduler: Scheduler,
+        prefix: PrefixCache,
         *,
         max_length: int,
         tokenizer: Tokenizer,
@@ -86,6 +89,7 @@ class Jobs:
         later: Later,
     ) -> None:
         self._scheduler = scheduler
+        self._prefix = prefix
         self._max_length = max_length
         self._tokenizer = tokenizer
         self._end_ids = end_ids
@@ -159,8 +163,15 @@ class Jobs:
             )
             for index in range(len(request.params))
         ]
+        prefix = self._prefix.match(request.prompt)
+        for choice in job.choices:
+            choice.share(prefix, len(prefix) * self._scheduler.pool.block_tokens)
+        if job.restored and job.restored.first_block > len(prefix):
+            job.restored.close()  # they follow a prefix that is not there: the prompt is computed in full
+            job.restored = None
         if job.restored:
-            job.choices[0].restore(job.restored.block_count * self._scheduler.pool.block_tokens)
+            last = job.restored.first_block + job.restored.block_count
+            job.choices[0].restore(last * self._scheduler.pool.block_tokens)
         family = tuple(choice.sequence for choice in job.choices)
         for choice in job.choices:
             choice.sequence.family = family if len(family) > 1 else ()

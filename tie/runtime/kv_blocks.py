@@ -61,10 +61,12 @@ class Restored:
     """Blocks that were received and checked: the keys and values of a prompt's first tokens. Closed once they are used.
 
     Attributes:
+        first_block: block of the prompt that they begin with: those before are a registered system prompt's.
         block_count: how many.
     """
 
     def __init__(self, consumer: Consumer, on_close: Callable[[], None]) -> None:
+        self.first_block = consumer.header.first_token // consumer.header.block_tokens
         self.block_count = consumer.header.block_count
         self._consumer = consumer
         self._on_close = on_close
@@ -73,16 +75,21 @@ class Restored:
     def copy_into(self, memory: BlockMemory, target: Target, may_go_on: Callable[[], bool]) -> bool:
         """Copies the next of them, one at least, and more while `may_go_on`; whether all are there. The step thread's.
 
-        What is there is what counts as computed, so a target that has lost its blocks begins anew.
+        What is there, a shared prefix included, is what counts as computed, so a target that has lost its blocks begins
+        anew.
         """
         tokens = self._consumer.header.block_tokens
-        for index in range(target.computed // tokens, self.block_count):
-            with self._consumer.block(index) as source, memory.block_view(target.blocks[index]) as view:
+        end = self.first_block + self.block_count
+        for number in range(target.computed // tokens, end):
+            with (
+                self._consumer.block(number - self.first_block) as source,
+                memory.block_view(target.blocks[number]) as view,
+            ):
                 view[:] = source
             target.computed += tokens
             if not may_go_on():
                 break
-        return target.computed >= self.block_count * tokens
+        return target.computed >= end * tokens
 
     def close(self) -> None:
         """Lets go of them. A second time does nothing."""
@@ -119,7 +126,9 @@ def receive(
     consumer = Consumer(channel, max_bytes=size, timeout=left(deadline), own=descriptor)
     try:
         header = consumer.header
-        if header != expected.header(0, header.block_count) or header.token_count >= prompt_tokens:
+        first, tokens = divmod(header.first_token, expected.block_tokens)
+        fits = header == expected.header(first, header.block_count) and not tokens
+        if not fits or header.first_token + header.token_count >= prompt_tokens:
             consumer.abort(AbortReason.INCOMPATIBLE)
             consumer.close()
             return None

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tie.runtime.blocks import BlockPool
+from tie.runtime.prefix_cache import PrefixCache
 from tie.runtime.sequence import Phase, Priority, Sequence
 
 
@@ -25,13 +26,15 @@ class Residency:
 
     Args:
         pool: of the blocks.
+        prefix: where blocks of registered system prompts come from.
 
     Attributes:
         running: in order of arrival.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, prefix: PrefixCache | None = None) -> None:
         self.pool = pool
+        self._prefix = prefix or PrefixCache(pool)
         self.running: list[Sequence] = []
         self._admissions = 0
 
@@ -57,7 +60,10 @@ class Residency:
 
     def blocks_needed(self, sequence: Sequence) -> int:
         """Free blocks that admitting the sequence takes."""
-        shared = sequence.shareable // self.pool.block_tokens if self.donor(sequence) else 0
+        if self.donor(sequence):
+            shared = sequence.shareable // self.pool.block_tokens
+        else:
+            shared = self._prefix.in_use(sequence.prefix)
         return self.pool.blocks_for(sequence.length) - shared
 
     def admit(self, sequence: Sequence) -> tuple[Copy, ...]:
@@ -69,7 +75,9 @@ class Residency:
         copies: tuple[Copy, ...] = ()
         donor, tokens = self.donor(sequence), sequence.shareable
         if donor is None:
-            sequence.blocks = self.pool.allocate(self.pool.blocks_for(sequence.length))
+            prefix = self._prefix.take(sequence.prefix)
+            sequence.blocks = [*prefix, *self.pool.allocate(self.pool.blocks_for(sequence.length) - len(prefix))]
+            sequence.computed = len(prefix) * self.pool.block_tokens
         else:
             whole, rest = divmod(tokens, self.pool.block_tokens)
             own = self.pool.allocate(self.pool.blocks_for(sequence.length) - whole)

@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator
 from tie.runtime.admission import BATCH_SHARE, Admission, Limits
 from tie.runtime.blocks import BlockPool
 from tie.runtime.plan import Plan, PlannedSlice
+from tie.runtime.prefix_cache import PrefixCache
 from tie.runtime.queues import Queues
 from tie.runtime.residency import Residency
 from tie.runtime.sequence import Phase, Priority, Sequence
@@ -69,11 +70,11 @@ class QueueFullError(Exception):
 class Scheduler:
     """Keeps the queues and the block tables. Not thread-safe: the step thread owns it."""
 
-    def __init__(self, limits: Limits, pool: BlockPool) -> None:
+    def __init__(self, limits: Limits, pool: BlockPool, prefix: PrefixCache | None = None) -> None:
         self.limits = limits
         self.pool = pool
         self._queues = Queues()
-        self._residency = Residency(pool)
+        self._residency = Residency(pool, prefix)
         self._admission = Admission(limits, self._queues, self._residency)
         self._arrivals = 0
         self._turn = 0  # steps that computed prompts

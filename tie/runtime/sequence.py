@@ -38,6 +38,7 @@ class Sequence:
         restored: how many of the leading tokens are being copied into its blocks, or will be once it has some; whole
             blocks, and never the whole prompt. What is copied counts as computed. 0 when that is done: should it lose
             its blocks then, it is computed like any other.
+        prefix: nodes of the prefix trie that it begins with: their blocks are shared, and so count as computed.
         blocks: the block table, in order.
         residence: names its hold on these blocks; no two admissions have the same. Given by the scheduler.
         order: position in the order of arrival; given by the scheduler.
@@ -56,6 +57,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     computed: int = 0
     restored: int = 0
+    prefix: tuple[int, ...] = ()
     blocks: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
     residence: int = -1

@@ -3,9 +3,9 @@
 Everything of the AFM Runtime that does not know Triton; `triton_model` puts Triton in front of it.
 """
 
-import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,7 @@ from tie.assets.tokenizer import load_tokenizer
 from tie.bones.config import ModelConfig
 from tie.daemon import log
 from tie.daemon.config import NodeConfig, RuntimeConfig
-from tie.daemon.errors import ConfigError
+from tie.daemon.errors import ConfigError, PeerError, RefusedError
 from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.control_server import ControlServer
@@ -25,11 +25,14 @@ from tie.runtime.engine import Engine
 from tie.runtime.executors import Executor, layout_for, make_executor
 from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.jobs import Job, Sink
-from tie.runtime.kv_blocks import Format
+from tie.runtime.kv_blocks import Format, Kept
 from tie.runtime.kv_server import KvServer
 from tie.runtime.kv_transfer import Limits as TransferLimits
 from tie.runtime.kv_transfer import Transfers
 from tie.runtime.owner_client import Weights, attach
+from tie.runtime.prefix_cache import PrefixCache
+from tie.runtime.prefix_pool import Place
+from tie.runtime.prefixes import Prefixes, WarmError
 from tie.runtime.request import Bounds, Request, RequestRefusedError, check
 from tie.runtime.scheduler import Limits
 
@@ -61,13 +64,29 @@ class RuntimeService:
             raise ConfigError("the model owner serves another model than this node's bundle")
         model = ModelConfig.from_json(self._weights.config_json)
         self._executor = make_executor(runtime, model, self._weights, layout)
-        self._grammars = GrammarCompiler(
-            self._bundle.read(TOKENIZER_FILE).decode(), model.vocab_size, manifest.tokenizer.end_of_turn_ids
+        format_ = _format(manifest, self._executor)
+        prefix = self._prefix = PrefixCache(BlockPool(self._executor.num_blocks, self._executor.block_tokens))
+        self.prefixes = Prefixes(
+            config.sockets.owner,
+            manifest,
+            format=format_,
+            place=Place(),
+            memory=self._executor,
+            most_blocks=prefix.pool.total // 2,  # see Keeping
+            on_ready=lambda trie, pool: prefix.open(trie, pool, self._executor),
         )
-        self.engine = _engine(runtime, self._bundle, model, self._executor, self._grammars, on_failure=on_failure)
+        with ThreadPoolExecutor(1, thread_name_prefix="prefix-restore") as beside:
+            restoring = beside.submit(self.prefixes.restore)
+            self._grammars = GrammarCompiler(
+                self._bundle.read(TOKENIZER_FILE).decode(), model.vocab_size, manifest.tokenizer.end_of_turn_ids
+            )
+            self.engine = _engine(
+                runtime, self._bundle, model, self._executor, self._grammars, prefix=prefix, on_failure=on_failure
+            )
+            restoring.result()
         self.engine.start()
         log.event("runtime.started", instance_id=instance_id, model=manifest.model, executor=self._executor.layout_id)
-        self._transfers = _transfers(runtime, manifest, self._executor, self.engine.bounds)
+        self._transfers = _transfers(runtime, format_, self._executor, self.engine.bounds)
         self._kv = KvServer(
             config.sockets.kv,
             runtime_pb2.KvHello(
@@ -106,7 +125,8 @@ class RuntimeService:
             if status.running + status.waiting == 0:
                 break
             idle.wait(0.02)
-        self.engine.stop(timeout=5)
+        if self.engine.stop(timeout=5):
+            self.prefixes.close()
         self._grammars.close()
         self._control.close()
         self._transfers.close()
@@ -139,49 +159,77 @@ class RuntimeService:
             metrics=self.engine.metrics.text(),
             owner_generation=self._weights.generation,
             weight_file_bytes_read=0,
+            prefix=engine_pb2.Prefix(
+                state=self.prefixes.state.value,
+                restored=self.prefixes.restored,
+                blocks=len(self.prefixes.trie),
+                hot_blocks=self._prefix.hot,
+                hits=self._prefix.statistics.hits,
+                tokens=self._prefix.statistics.tokens,
+            ),
         )
 
     def _warm(self, index: int) -> str:
-        """Computes one registered system prompt; a static error text, or "".
-
-        This warms kernels, allocators and caches. (Its KV is not kept: the prefix pool is to come.)
-        """
-        prompts = self._bundle.manifest.system_prompts
-        if index >= len(prompts):
+        """Has one registered system prompt in the prefix pool; a static error text, or ""."""
+        if index >= len(self._bundle.manifest.system_prompts):
             return "no such prompt"
-        message = runtime_pb2.GenerateRequest(token_ids=prompts[index].token_ids, max_tokens=1)
-        sink = _Last()
         try:
-            self.engine.submit(check(message, self.engine.bounds), sink)
-            event = sink.events.get(timeout=_WARM_S)
+            self.prefixes.warm(index, self._compute)
+        except WarmError as error:
+            return str(error)
+        except (PeerError, RefusedError) as error:
+            log.failure("prefix.warm-failed", error)
+            return "the model owner did not take the prefix pool"
+        return ""
+
+    def _compute(self, prompt: Sequence[int]) -> Kept:
+        """Prefills a registered prompt, like a request of its own.
+
+        Raises:
+            WarmError: the prompt does not fit, or the engine did not answer.
+        """
+        message = runtime_pb2.GenerateRequest(token_ids=prompt, max_tokens=1)
+        blocks: Future[Kept | None] = Future()
+        try:
+            self.engine.submit(check(message, self.engine.bounds), _Unheard(), keep=blocks.set_result)
+            kept = blocks.result(timeout=_WARM_S)
         except RequestRefusedError:
-            return "the prompt does not fit the model"
-        except queue.Empty:
-            return "warming took too long"
-        return "the engine refused the prompt" if event.HasField("failed") else ""
+            raise WarmError("the prompt does not fit the model") from None
+        except TimeoutError:
+            blocks.add_done_callback(_let_go)
+            raise WarmError("warming took too long") from None
+        if kept is None:
+            raise WarmError("the engine refused the prompt")
+        return kept
 
 
-class _Last:
-    """Keeps a request's last event."""
-
-    def __init__(self) -> None:
-        self.events: queue.SimpleQueue[runtime_pb2.GenerateEvent] = queue.SimpleQueue()
+class _Unheard:
+    """Takes the events of a request whose answer nobody wants."""
 
     def emit(self, event: runtime_pb2.GenerateEvent, *, last: bool) -> None:
-        if last:
-            self.events.put(event)
+        pass
 
 
-def _transfers(runtime: RuntimeConfig, manifest: Manifest, executor: Executor, bounds: Bounds) -> Transfers:
+def _let_go(late: "Future[Kept | None]") -> None:
+    kept = late.result()
+    if kept:
+        kept.release()
+
+
+def _format(manifest: Manifest, executor: Executor) -> Format:
+    return Format(
+        model=manifest.model,
+        release=manifest.release,
+        layout=executor.layout_id,
+        block_tokens=executor.block_tokens,
+        block_bytes=executor.block_bytes,
+    )
+
+
+def _transfers(runtime: RuntimeConfig, format_: Format, executor: Executor, bounds: Bounds) -> Transfers:
     spare_blocks = runtime.transfer_spare_tokens // executor.block_tokens
     return Transfers(
-        Format(
-            model=manifest.model,
-            release=manifest.release,
-            layout=executor.layout_id,
-            block_tokens=executor.block_tokens,
-            block_bytes=executor.block_bytes,
-        ),
+        format_,
         executor,
         TransferLimits(
             sequence_blocks=bounds.max_length // executor.block_tokens,
@@ -201,13 +249,14 @@ def _engine(
     executor: Executor,
     grammars: GrammarCompiler,
     *,
+    prefix: PrefixCache,
     on_failure: Callable[[], None],
 ) -> Engine:
     if runtime.step_tokens <= runtime.max_running:
         raise ConfigError(
             "runtime.step_tokens must exceed runtime.max_running: every sequence gets a token in each step"
         )
-    pool = BlockPool(executor.num_blocks, executor.block_tokens)
+    pool = prefix.pool
     context = min(runtime.context_tokens or model.context_tokens, model.context_tokens)
     return Engine(
         executor,
@@ -219,4 +268,5 @@ def _engine(
         grammars=grammars,
         speculation=runtime.speculation == "auto",
         on_failure=on_failure,
+        prefix=prefix,
     )

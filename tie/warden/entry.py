@@ -25,7 +25,7 @@ from cryptography.exceptions import InvalidTag
 
 from tie.warden.errors import EntryError
 from tie.warden.keys import COMMITMENT_BYTES, SALT_BYTES, ConversationKey
-from tie.warden.media import Medium
+from tie.warden.media import Source
 
 VERSION: Final = 1
 MAGIC: Final = b"warden\r\n"
@@ -96,25 +96,23 @@ class Shape:
 
 
 class Sealer:
-    """Seals one entry, block by block.
+    """Seals one entry, block by block, into memory of exactly its size.
 
     Args:
         key: the conversation's; used here and not kept.
         kind: what the entry is.
         manifest: its plaintext.
         shape: its sizes, from `Shape.of`.
-        out: where it goes: exactly `shape.entry_bytes`.
+        out: writable memory of exactly `shape.entry_bytes`.
 
     Raises:
         ValueError: `out` has another size.
-        OSError: it cannot be written.
     """
 
-    def __init__(self, key: ConversationKey, kind: Kind, manifest: bytes, shape: Shape, out: Medium) -> None:
-        if out.size != shape.entry_bytes:
+    def __init__(self, key: ConversationKey, kind: Kind, manifest: bytes, shape: Shape, out: memoryview) -> None:
+        if len(out) != shape.entry_bytes:
             raise ValueError("an entry is sealed into exactly its size")
         self._out = out
-        self._piece = memoryview(bytearray(max(shape.manifest_bytes, shape.block_bytes) + TAG_BYTES))
         self._shape = shape
         self._next = 0
         salt = secrets.token_bytes(SALT_BYTES)
@@ -133,33 +131,31 @@ class Sealer:
         )
         self.header_sha256 = hashlib.sha256(header).digest()
         self._cipher = key.cipher(salt)
-        out.write(0, memoryview(header))
+        out[:HEADER_BYTES] = header
         padded = (_LENGTH.pack(len(manifest)) + manifest).ljust(shape.manifest_bytes, b"\0")
-        self._seal(0, padded, HEADER_BYTES)
+        self._seal(0, padded, HEADER_BYTES, shape.offset(0))
 
     def seal(self, block: memoryview) -> None:
         """Seals the next block.
 
         Raises:
             ValueError: there is none left, or `block` has another size.
-            OSError: it cannot be written.
         """
         if self._next >= self._shape.block_count or len(block) != self._shape.block_bytes:
             raise ValueError("one block too many, or of another size")
         start = self._shape.offset(self._next)
         self._next += 1
-        self._seal(self._next, block, start)
+        self._seal(self._next, block, start, self._shape.offset(self._next))
 
     @property
     def complete(self) -> bool:
         """Whether all blocks are sealed."""
         return self._next == self._shape.block_count
 
-    def _seal(self, number: int, plaintext: bytes | memoryview, start: int) -> None:
+    def _seal(self, number: int, plaintext: bytes | memoryview, start: int, end: int) -> None:
         nonce, associated = _bound(self.header_sha256, number, self._shape.block_count)
-        with self._piece[: len(plaintext) + TAG_BYTES] as sealed:
-            self._cipher.encrypt_into(nonce, plaintext, associated, sealed)
-            self._out.write(start, sealed)
+        with self._out[start:end] as target:
+            self._cipher.encrypt_into(nonce, plaintext, associated, target)
 
 
 class Opener:
@@ -179,7 +175,7 @@ class Opener:
         EntryError: whatever is wrong with it.
     """
 
-    def __init__(self, key: ConversationKey, kind: Kind, sealed: Medium) -> None:
+    def __init__(self, key: ConversationKey, kind: Kind, sealed: Source) -> None:
         if sealed.size < PAGE:
             raise EntryError
         copied = bytearray(HEADER_BYTES)

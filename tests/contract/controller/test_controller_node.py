@@ -105,6 +105,7 @@ async def test_degraded_hardware_serves(make_node: Any) -> None:
 
 
 async def test_operator_recycle_streams_its_progress(node: Any) -> None:
+    await eventually(lambda: node.cloudboard.state == cloudboard_pb2.STATE_AVAILABLE)
     old = node.probe.status.instance_id
     node.journal.clear()
     steps = [

@@ -234,7 +234,7 @@ async def _start(
 ) -> tuple[service.Lifetime, asyncio.Task[None]]:
     lifetime = service.Lifetime("test")
     serving = asyncio.Event()
-    lifetime.ready = serving.set  # type: ignore[method-assign]
+    lifetime.ready = lambda *_: serving.set()  # type: ignore[method-assign]
     task: asyncio.Task[None] = asyncio.ensure_future(daemon(config, lifetime))
     ready = asyncio.create_task(serving.wait())
     await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED, timeout=DEADLINE_S)

@@ -134,13 +134,20 @@ async def test_a_refusal_arrives_whatever_is_still_being_sent(edge, client) -> N
     bad = envelope_pb2.SealedIn(segment=envelope_pb2.SealedSegment(ciphertext=bytes(20)))
 
     async def body():
-        yield joined(split((await session(client)).body)[:1])
+        header = split((await session(client)).body)[0]
+        header.header.version = 9
+        yield joined([header])
         for _ in range(400):
             yield joined([bad] * 20)
             await asyncio.sleep(0)
 
     for _ in range(6):
-        assert (await post(edge, body())).json()["error"] == "refused"
+        assert (await post(edge, body())).json()["error"] == "bad_version"
+    # And one that comes of what the jobhelper finds at the beginning of megabytes that it is being sent.
+    messages = split((await session(client, "x" * 6_000_000)).body)
+    messages[1].segment.ciphertext = bytes(len(messages[1].segment.ciphertext))
+    for code in ("refused", "replayed"):
+        assert (await post(edge, joined(messages))).json()["error"] == code
 
 
 @pytest.mark.parametrize("cut", ["last segment", "inside a frame", "after the header"])
@@ -314,9 +321,13 @@ async def test_a_new_key_is_fetched_once(edge, client) -> None:
 
 async def test_without_a_key_service_nothing_is_accepted(edge, client) -> None:
     await client.node()
+    body = (await session(client)).body
     await edge.stop_kps()
     with pytest.raises(NodeBusyError):
         await ask(client)
+    reply = await post(edge, body)
+    assert (reply.status_code, reply.json()["error"]) == (503, "unavailable")
+    assert not edge.served
     await edge.start_kps()
     assert await ask(client) == "hello there "
 

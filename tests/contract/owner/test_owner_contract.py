@@ -22,6 +22,7 @@ from kvxfer import seals
 from kvxfer.channel import Channel
 from kvxfer.errors import PeerDiedError
 from model_owner import server as server_module
+from model_owner.prefix_pool import PrefixPools
 from model_owner.server import AttachServer, allowed_uids
 from model_owner.weights import Progress, Weights
 from tie.assets.sample import make_sample_bundle
@@ -191,7 +192,7 @@ def test_any_bytes_are_answered_or_end_the_connection(running, data):
     process, config = running
     with _connect(config) as channel:
         reply, descriptors = _ask(channel, data)
-        assert reply.WhichOneof("kind") in {"refused", "loading", "attached"}
+        assert reply.WhichOneof("kind") is not None
         if reply.refused.reason == "malformed":
             with pytest.raises(PeerDiedError):
                 channel.receive(timeout=5)
@@ -304,7 +305,7 @@ class _Served:
     """An attach server in this process, for what a process cannot be made to show."""
 
     def __init__(self, weights, uids):
-        self.server = AttachServer(weights, uids)
+        self.server = AttachServer(weights, PrefixPools(1 << 20), uids)
         self.directory = tempfile.TemporaryDirectory(prefix="own")
         self.path = Path(self.directory.name) / "o.sock"
 

@@ -188,3 +188,13 @@ def test_force_replaces_a_damaged_bundle(source, tmp_path):
 def test_an_empty_directory_is_taken(source, tmp_path):
     (tmp_path / "out").mkdir()
     create_bundle(read_source(source), tmp_path / "out").verify()
+
+
+def test_a_bundle_out_of_a_bundle_differs_in_its_prompts_alone(tmp_path):
+    """What the model owner compares to keep its weights."""
+    first = make_sample_bundle(tmp_path / "first", model="one", system_prompts={"old": "You are old."})
+    again = create_bundle(read_source(first.directory), tmp_path / "again", system_prompts={"new": "You are new."})
+    before, after = (msgspec.to_builtins(bundle.manifest) for bundle in (first, again))
+    assert {key for key in before if before[key] != after[key]} == {"release", "system_prompts"}
+    same = create_bundle(read_source(first.directory), tmp_path / "same", system_prompts={"old": "You are old."})
+    assert same.manifest == first.manifest

@@ -66,7 +66,8 @@ def test_demo(demo_weights, tmp_path):
     _run("demo", tmp_path / "out")
     manifest = open_bundle(tmp_path / "out").manifest
     assert manifest.model == "smollm2-135m-instruct"
-    assert [prompt.name for prompt in manifest.system_prompts] == ["default"]
+    assert [prompt.name for prompt in manifest.system_prompts] == ["default", "guide"]
+    assert len(manifest.system_prompts[1].token_ids) > 200
     assert set(manifest.tokenizer.end_of_turn_ids) == {0, 2}
 
 

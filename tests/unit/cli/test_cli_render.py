@@ -16,6 +16,7 @@ def example() -> control_pb2.NodeStatus:
     status.probe_peer.connected = True
     status.runtime.instance_id = "0123456789abcdef"
     status.runtime.last_canary.error = "timeout"
+    status.runtime.prefix.state, status.runtime.prefix.blocks = "sealed", 33
     status.owner_peer.connected = True
     status.owner.state = owner_pb2.STATE_LOADING
     status.owner.progress_bytes = 25
@@ -36,7 +37,16 @@ def drawn(status: control_pb2.NodeStatus) -> str:
 
 def test_the_table_shows_what_is_wrong_and_where():
     text = drawn(example())
-    for word in ("node-7", "error", "canary-timeout", "01234567", "25 %", "2 recycles", "available → error"):
+    for word in (
+        "node-7",
+        "error",
+        "canary-timeout",
+        "01234567",
+        "25 %",
+        "2 recycles",
+        "33 blocks",
+        "available → error",
+    ):
         assert word in text
     assert text.count("not connected") == 2  # GPUs and CloudBoard
 

@@ -1,7 +1,9 @@
 """The listening socket, and how many connections the process can afford."""
 
+import re
 import resource
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -38,5 +40,20 @@ def test_connections_leave_descriptors_for_the_rest() -> None:
         assert most < before[1] - 300
         chosen = limits(CloudBoardConfig(max_connections=200, max_connections_per_peer=50, max_in_flight=7))
         assert (chosen.connections, chosen.connections_per_peer, chosen.streams) == (200, 50, 7)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_unit_allows_as_many_descriptors_as_the_defaults_need() -> None:
+    unit = (Path(__file__).parents[3] / "systemd" / "tie-cloudboard.service").read_text()
+    (allowed,) = re.findall(r"(?m)^LimitNOFILE=(\d+)$", unit)
+    config = CloudBoardConfig()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        if before[1] < int(allowed):
+            pytest.skip("this machine allows fewer open files than the unit")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(allowed), before[1]))
+        assert limits(config).connections == config.max_connections
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == int(allowed), "it had to ask for more"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

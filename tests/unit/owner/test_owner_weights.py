@@ -9,6 +9,7 @@ from model_owner import weights as module
 from model_owner.arena import ArenaError
 from model_owner.loader import PackedWeights
 from model_owner.weights import Failure, Progress, Weights
+from tie.assets.sample import make_sample_bundle
 from tie.daemon.errors import BundleError
 from tie.proto import owner_pb2
 
@@ -127,3 +128,56 @@ def test_progress_and_close_in_the_middle(sample, monkeypatch):
     assert (status.state, status.progress_bytes, status.progress_total) == (owner_pb2.STATE_LOADING, 10, total)
     assert weights.get("torch-cpu-bf16") == Failure("stopping")
     assert weights.get("torch-cpu-f32") == Failure("stopping"), "no load starts after the end"
+
+
+@pytest.fixture
+def link(tmp_path, sample):
+    """Where the owner looks, and a way to put another bundle there."""
+    path = tmp_path / "active"
+
+    def put(bundle):
+        path.unlink(missing_ok=True)
+        path.symlink_to(bundle)
+        return path
+
+    put(sample.directory)
+    return put
+
+
+def test_other_prompts_around_the_same_weights_keep_what_is_packed(sample, link, tmp_path, closing):
+    weights = Weights(str(link(sample.directory)), "torch-cpu-bf16")
+    closing(weights)
+    packed = _settled(weights, "torch-cpu-bf16")
+    assert not weights.follow()
+    prompts = make_sample_bundle(tmp_path / "prompts", layers=2, system_prompts={"new": "You are new."})
+    link(prompts.directory)
+    assert weights.follow()
+    assert not weights.follow()
+    assert weights.get("torch-cpu-bf16") is packed
+    status = weights.status()
+    assert (status.release, status.loads, status.generation) == (prompts.manifest.release, 1, 1)
+    assert status.release != sample.manifest.release
+
+
+def test_other_weights_are_packed_in_place_of_the_old(sample, link, tmp_path, closing):
+    weights = Weights(str(link(sample.directory)), "torch-cpu-bf16")
+    closing(weights)
+    old = _settled(weights, "torch-cpu-bf16").arena
+    other = make_sample_bundle(tmp_path / "other", layers=2, seed=9)
+    link(other.directory)
+    assert weights.follow()
+    assert isinstance(_settled(weights, "torch-cpu-bf16"), PackedWeights)
+    status = weights.status()
+    assert (status.release, status.loads, status.generation) == (other.manifest.release, 2, 2)
+    assert list(status.layouts) == ["torch-cpu-bf16"]
+    assert old.descriptors() == (-1,), "both were in memory"
+
+
+def test_a_bundle_that_cannot_be_opened_changes_nothing(sample, link, tmp_path, closing):
+    weights = Weights(str(link(sample.directory)), "torch-cpu-bf16")
+    closing(weights)
+    packed = _settled(weights, "torch-cpu-bf16")
+    link(tmp_path)
+    assert not weights.follow()
+    assert weights.get("torch-cpu-bf16") is packed
+    assert weights.status().release == sample.manifest.release

@@ -27,6 +27,7 @@ from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.keeping import Keeping
 from tie.runtime.kv_blocks import Format, Kept
 from tie.runtime.kv_transfer import Limits, OverloadedError, Transfers
+from tie.runtime.prefix_trie import PrefixTrie
 from tie.runtime.request import Bounds, check
 from tie.runtime.scheduler import Limits as SchedulerLimits
 from tie.runtime.sequence import Sequence
@@ -185,7 +186,7 @@ def test_an_import_is_copied_where_it_belongs(transfers, memory):
         {"block_tokens": 2, "token_count": 6},
         {"block_bytes": 63},
         {"block_count": 2, "token_count": 8},
-        {"first_token": 4},
+        {"first_token": 88},  # no token would be left to compute
         {"token_count": 11},
     ],
 )
@@ -412,6 +413,56 @@ def test_a_restored_prompt_gives_the_same_answer_with_less_work(engine, transfer
     assert restored == plain
     assert end.cached_tokens == 24
     assert memory.computed - before == len(longer) - 24 + 5
+
+
+def _with_prefix(engine, memory, registered, contents):
+    """Opens a prefix pool of one registered prompt, whose blocks are the first of `contents`."""
+
+    class Sealed:
+        @staticmethod
+        def block(number):
+            return memoryview(contents[number])
+
+    engine._prefix.open(PrefixTrie([registered], TOKENS), Sealed(), memory)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_blocks_follow_a_registered_prefix(first, engine, transfers, memory):
+    """The prefix has two blocks; an import begins before, inside or after it, and never changes what is shared."""
+    prompt = list(range(40, 61))
+    promise = promised(transfers.prepare_export("app"))
+    plain, _ = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
+    contents = export(transfers, promise)[:5]
+    _with_prefix(engine, memory, prompt[:8], contents)
+    promise = promised(transfers.prepare_import("app", 5 - first))
+    restoring = transfers.restore(promise.ticket, len(prompt))
+    # What lies where the prefix is must not be taken from an import.
+    spoilt = [bytes(BYTES) if number < 2 else block for number, block in enumerate(contents)]
+    fill(promise, FORMAT.header(first, 5 - first), spoilt[first:])
+    promise.close()
+    before = memory.computed
+    tokens, end = ask(engine, prompt, restoring=restoring)
+    assert (tokens, end.cached_tokens) == (plain, 20)
+    assert memory.computed - before == 1 + 5
+    again, end = ask(engine, prompt)
+    assert (again, end.cached_tokens) == (plain, 8)
+
+
+@pytest.mark.parametrize("registered", [None, [1] * 8, list(range(40, 44))])
+def test_blocks_that_follow_a_prefix_that_is_not_there_are_left_aside(registered, engine, transfers, memory):
+    prompt = list(range(40, 61))
+    promise = promised(transfers.prepare_export("app"))
+    plain, _ = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
+    contents = export(transfers, promise)[:5]
+    if registered:
+        _with_prefix(engine, memory, registered, contents)
+    promise = promised(transfers.prepare_import("app", 3))
+    restoring = transfers.restore(promise.ticket, len(prompt))
+    fill(promise, FORMAT.header(2, 3), contents[2:])
+    promise.close()
+    memory.data[:] = bytes(len(memory.data))
+    tokens, end = ask(engine, prompt, restoring=restoring)
+    assert (tokens, end.cached_tokens) == (plain, 4 if registered == prompt[:4] else 0)
 
 
 def test_copying_what_was_restored_holds_an_answer_up_for_a_moment_only(engine, transfers, memory):

@@ -1,4 +1,4 @@
-"""One request, served in every way (alone, batched, in chunks, preempted, forked, guessed ahead): the same tokens.
+"""One request, served in every way (alone, batched, preempted, guessed ahead, from the prefix pool): the same tokens.
 
 On two small random models, in float32 on the real executor. Sums in another order round otherwise, so where the first
 difference is between two tokens that the model hardly tells apart, that is a tie and no fault.
@@ -22,6 +22,8 @@ from tie.runtime import speculation
 from tie.runtime.blocks import BlockPool
 from tie.runtime.engine import Engine
 from tie.runtime.grammar_compiler import GrammarCompiler
+from tie.runtime.prefix_cache import PrefixCache
+from tie.runtime.prefix_trie import PrefixTrie
 from tie.runtime.request import Bounds, check
 from tie.runtime.scheduler import Limits
 
@@ -47,6 +49,22 @@ PROMPTS = [
     list(b"abcabcabcabcabcabcabcabcabcabcabcab"),
     list(range(1, 100)),
 ]
+# Registered prompts: two share a block, one is longer than what is asked, one ends inside a block.
+REGISTERED = [PROMPTS[0], PROMPTS[2][:20], [*PROMPTS[2][:8], *b"another end"], [*PROMPTS[3], 1], [*range(1, 120)]]
+
+
+class Sealed:
+    """The blocks of registered prompts, as a pool has them."""
+
+    def __init__(self, trie, executor):
+        self.blocks = {}
+        for prompt in REGISTERED:
+            executor.forward(Batch((SequenceSlice(prompt, 0, range(executor.num_blocks), 1),)))
+            for index, node in enumerate(trie.path(prompt)):
+                self.blocks[node] = bytes(executor.block_view(index))
+
+    def block(self, number):
+        return memoryview(self.blocks[number])
 
 
 class Collect:
@@ -104,17 +122,22 @@ class Served:
     def executor(self, blocks):
         return Executor(self.config, self.tensors, num_blocks=blocks, block_tokens=BLOCK_TOKENS, dtype="f32", threads=1)
 
-    def serve(self, requests, *, blocks=200, step_tokens=256, max_running=16, guesses=False):
+    def serve(self, requests, *, blocks=200, step_tokens=256, max_running=16, guesses=False, prefix=False):
         """All at once; the sinks, and the engine's metrics."""
+        executor, cache = self.executor(blocks), PrefixCache(BlockPool(blocks, BLOCK_TOKENS))
+        if prefix:
+            trie = PrefixTrie(REGISTERED, BLOCK_TOKENS)
+            cache.open(trie, Sealed(trie, self.executor(20)), executor)
         engine = Engine(
-            self.executor(blocks),
-            BlockPool(blocks, BLOCK_TOKENS),
+            executor,
+            cache.pool,
             Limits(step_tokens=step_tokens, max_running=max_running, max_waiting=100),
             Bounds(VOCABULARY, MAX_LENGTH),
             tokenizer=load_tokenizer(self.bundle),
             end_ids=frozenset({258}),
             grammars=self.compiler,
             speculation=guesses,
+            prefix=cache,
             on_failure=lambda: None,
         )
         sinks = [Collect() for _ in requests]
@@ -192,6 +215,9 @@ WAYS = {
     "preempted in chunks, two at a time": {"blocks": 26, "step_tokens": 7, "max_running": 2},
     "guessed": {"guesses": True},
     "guessed, preempted and in chunks": {"guesses": True, "blocks": 26, "step_tokens": 17},
+    "with the prefix pool": {"prefix": True},
+    "with the prefix pool, preempted and in chunks": {"prefix": True, "blocks": 26, "step_tokens": 17},
+    "with the prefix pool, guessed": {"prefix": True, "guesses": True},
 }
 
 
@@ -207,9 +233,38 @@ def test_every_way_gives_the_same_tokens(served, eager, way, asked):
     guesses = [counted(metrics, f'draft_tokens_total{{outcome="{outcome}"}}') for outcome in ("accepted", "rejected")]
     assert any(guesses) == ("guessed" in way)
     assert all(guesses) or asked is seeded or "guessed" not in way
+    assert bool(counted(metrics, "prefix_hits_total")) == ("prefix" in way)
 
 
-@pytest.mark.parametrize("way", [{}, {"blocks": 40}, {"guesses": True}])
+def test_only_what_follows_the_registered_prompt_is_computed(served):
+    own = list(b" and a question of one's own")
+    wanted = pb.GenerateRequest(token_ids=[*REGISTERED[4], *own], max_tokens=5, ignore_eos=True)
+    plain, before = served.serve([wanted])
+    sinks, after = served.serve([wanted, wanted], prefix=True, max_running=1)
+    whole = len(REGISTERED[4]) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert counted(before, "computed_tokens_total") == len(wanted.token_ids) + 4
+    assert counted(after, "computed_tokens_total") == 2 * (len(wanted.token_ids) - whole + 4)
+    assert counted(after, "prefix_tokens_total") == 2 * whole
+    assert counted(after, 'prefix_block_moves_total{way="loaded"}') == whole // BLOCK_TOKENS
+    for sink in sinks:
+        served.assert_same(wanted, plain[0].answer(), sink.answer())
+        assert sink.seen[-1].finished.cached_tokens == whole
+    assert plain[0].seen[-1].finished.cached_tokens == 0
+
+
+def test_what_users_wrote_is_never_shared(served):
+    """Twice the same long prompt of a user, after a registered one and without: each computes all of it."""
+    own = list(b"somebody's secret, which fills several blocks, twice")
+    for start in ([], REGISTERED[4]):
+        wanted = pb.GenerateRequest(token_ids=[*start, *own], max_tokens=3, ignore_eos=True)
+        whole = len(start) // BLOCK_TOKENS * BLOCK_TOKENS
+        for max_running in (1, 2):  # one after the other, and side by side
+            sinks, metrics = served.serve([wanted, wanted], prefix=True, max_running=max_running)
+            assert counted(metrics, "computed_tokens_total") == 2 * (len(wanted.token_ids) - whole + 2)
+            assert [sink.seen[-1].finished.cached_tokens for sink in sinks] == [whole] * 2
+
+
+@pytest.mark.parametrize("way", [{}, {"blocks": 40}, {"guesses": True}, {"prefix": True}])
 def test_choices_are_what_requests_of_their_seeds_are(served, eager, way):
     """Greedy: all alike. Sampled: each what its own seed gives alone; the first what the request is with n = 1."""
     for wanted in (requests(n=4)[:3], seeded(n=4)[:3]):

@@ -17,11 +17,11 @@ from tie.bones.batch import Batch, as_ints
 from tie.bones.config import ModelConfig
 from tie.bones.errors import InputError, WeightsError
 from tie.bones.native import library
+from tie.bones.native.library import BLOCK_TOKENS
 from tie.bones.native.packing import FORMATS, GROUP, PackedMatrix, PackedVector, layout
 from tie.bones.native.threads import ThreadChoice
 from tie.bones.rope import rope_frequencies
 
-BLOCK_TOKENS: Final = 16
 SPINS: Final = 4000
 """How often a thread that waits for the others looks before it sleeps: some tens of microseconds."""
 

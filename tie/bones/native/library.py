@@ -23,6 +23,9 @@ LEVELS: Final[dict[str, frozenset[str]]] = {
 }
 """Instruction sets, best first, with the processor flags (Linux's names) that each needs."""
 
+BLOCK_TOKENS: Final = 16
+"""Tokens of a block of keys and values: `kBlockTokens` of model.h."""
+
 LEVEL_VARIABLE: Final = "TIE_NATIVE_LEVEL"
 """Environment variable that chooses a level instead: for tests and measurements."""
 

@@ -1,0 +1,236 @@
+"""The prefix pools: one memfd of KV blocks for each rank, filled by one runtime, sealed, handed to those that follow.
+
+    EMPTY ──allocate──▶ FILLING ──seal──▶ SEALED
+      ▲                    │                 │
+      ├──abandon, reset────┘                 │
+      └──reset───────────────────────────────┘
+
+The kernel keeps a sealed pool as it is (memfd_create(2), fcntl(2) F_ADD_SEALS): `F_SEAL_FUTURE_WRITE` refuses every
+new writable mapping and every write, `F_SEAL_SHRINK` and `F_SEAL_GROW` fix its size, `F_SEAL_SEAL` its seals. Only the
+mapping that the filling runtime made before stays writable, and ends with that runtime. The metadata is kept as a copy
+of the owner's own. The owner looks into neither: who restores a pool judges it (`tie.runtime.prefix_restore`).
+"""
+
+import hashlib
+import hmac
+import os
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvxfer import seals
+from kvxfer.errors import KvxferError
+from kvxfer.header import Header
+from model_owner.arena import ArenaError, allocate, sealed_copy
+from tie.proto import owner_pb2
+
+MAX_RANKS: Final = 64
+MAX_METADATA_BYTES: Final = 64 * 1024 * 1024
+_SHA256_BYTES: Final = 32
+
+
+class PoolRefusedError(Exception):
+    """What was asked for is not possible now, or not at all.
+
+    Attributes:
+        code: stable.
+    """
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@dataclass(eq=False, slots=True)
+class Pool:
+    """One rank's pool.
+
+    Attributes:
+        world_size: ranks of the split that it belongs to.
+        header: what its blocks are.
+        pool: the memfd of the blocks.
+        metadata: the memfd of the metadata: room for it while the pool is filled, afterwards the owner's sealed copy.
+        holder: who fills it; None once it is sealed.
+    """
+
+    world_size: int
+    header: Header
+    pool: int
+    metadata: int
+    metadata_bytes: int
+    holder: object | None
+    metadata_sha256: bytes = b""
+    trie_sha256: bytes = b""
+
+    @property
+    def stage(self) -> "owner_pb2.PoolStage.ValueType":
+        """Where it is in its life."""
+        return owner_pb2.POOL_STAGE_SEALED if self.holder is None else owner_pb2.POOL_STAGE_FILLING
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """What a client gets; the pool keeps and closes them."""
+        return self.pool, self.metadata
+
+    def state(self) -> owner_pb2.PoolState:
+        """What the owner says of it."""
+        return owner_pb2.PoolState(
+            stage=self.stage,
+            world_size=self.world_size,
+            format=owner_pb2.PoolFormat(
+                model=self.header.model,
+                release=self.header.release,
+                layout_id=self.header.layout,
+                block_tokens=self.header.block_tokens,
+                block_bytes=self.header.block_bytes,
+                block_count=self.header.block_count,
+            ),
+            pool_bytes=self.header.buffer_bytes,
+            metadata_bytes=self.metadata_bytes if self.holder is None else 0,
+            metadata_sha256=self.metadata_sha256,
+            trie_sha256=self.trie_sha256,
+        )
+
+    def close(self) -> None:
+        """Lets go of its memory. Who has mapped it keeps that."""
+        os.close(self.pool)
+        os.close(self.metadata)
+
+
+@dataclass(slots=True)
+class PrefixPools:
+    """All ranks' pools. The event loop's own.
+
+    Attributes:
+        max_bytes: of all pools together.
+        seals: pools sealed since start.
+        restores: pools handed out again.
+        resets: times that there was something to throw away, and it was.
+    """
+
+    max_bytes: int
+    seals: int = 0
+    restores: int = 0
+    resets: int = 0
+    _pools: dict[int, Pool] = field(default_factory=dict)
+
+    def allocate(self, request: owner_pb2.PoolAllocate, holder: object) -> Pool:
+        """Makes a rank's pool; `holder` fills it.
+
+        Raises:
+            PoolRefusedError: the request is impossible, the rank has a pool, or there is no memory.
+        """
+        rank, world_size = _placed(request.rank, request.world_size)
+        if rank in self._pools:
+            raise PoolRefusedError("pool-not-empty")
+        if any(other.world_size != world_size for other in self._pools.values()):
+            raise PoolRefusedError("pool-of-other-split")
+        header = _header(request.format)
+        used = sum(other.header.buffer_bytes for other in self._pools.values())
+        if used + header.buffer_bytes > self.max_bytes or not 0 < request.metadata_capacity <= MAX_METADATA_BYTES:
+            raise PoolRefusedError("pool-too-large")
+        try:
+            pool = allocate("tie-prefix-pool", header.buffer_bytes)
+            try:
+                metadata = allocate("tie-prefix-metadata", request.metadata_capacity)
+            except ArenaError:
+                os.close(pool)
+                raise
+        except ArenaError as error:
+            raise PoolRefusedError(error.code) from error
+        made = Pool(world_size, header, pool, metadata, request.metadata_capacity, holder)
+        self._pools[rank] = made
+        return made
+
+    def seal(self, request: owner_pb2.PoolSeal, holder: object) -> None:
+        """Seals a rank's pool and keeps a copy of its metadata. A pool that cannot be sealed is thrown away.
+
+        Raises:
+            PoolRefusedError: `holder` does not fill it, or the metadata is not what is said of it.
+        """
+        rank, _ = _placed(request.rank, request.world_size)
+        pool = self._pools.get(rank)
+        if pool is None or pool.holder is not holder or pool.world_size != request.world_size:
+            raise PoolRefusedError("pool-not-yours")
+        try:
+            if not 0 < request.metadata_bytes <= pool.metadata_bytes or len(request.trie_sha256) != _SHA256_BYTES:
+                raise PoolRefusedError("metadata-impossible")  # noqa: TRY301 (whatever is wrong ends the pool)
+            metadata = os.pread(pool.metadata, request.metadata_bytes, 0)
+            digest = hashlib.sha256(metadata).digest()
+            if not hmac.compare_digest(digest, request.metadata_sha256):
+                raise PoolRefusedError("metadata-mismatch")  # noqa: TRY301
+            seals.add(pool.pool, seals.READ_ONLY_FOR_OTHERS)
+            copy = sealed_copy("tie-prefix-metadata", metadata)
+        except (PoolRefusedError, ArenaError, KvxferError) as error:
+            self._pools.pop(rank).close()
+            raise PoolRefusedError(getattr(error, "code", "pool-not-sealed")) from error
+        os.close(pool.metadata)
+        pool.metadata, pool.metadata_bytes = copy, len(metadata)
+        pool.metadata_sha256, pool.trie_sha256 = digest, request.trie_sha256
+        # Open for reading only: one thing less for a client to try.
+        writable, pool.pool = pool.pool, os.open(f"/proc/self/fd/{pool.pool}", os.O_RDONLY | os.O_CLOEXEC)
+        os.close(writable)
+        pool.holder = None
+        self.seals += 1
+
+    def restore(self, request: owner_pb2.PoolRestore) -> tuple[list[owner_pb2.PoolState], Pool | None]:
+        """All ranks' states, and the asking rank's pool where it is sealed.
+
+        Raises:
+            PoolRefusedError: the request is impossible.
+        """
+        rank, world_size = _placed(request.rank, request.world_size)
+        empty = owner_pb2.PoolState(stage=owner_pb2.POOL_STAGE_EMPTY)
+        states = [self._pools[each].state() if each in self._pools else empty for each in range(world_size)]
+        own = self._pools.get(rank)
+        if own is None or own.holder is not None:
+            return states, None
+        self.restores += 1
+        return states, own
+
+    def reset(self) -> None:
+        """Throws all ranks' pools away."""
+        if self._pools:
+            self.resets += 1
+        for pool in self._pools.values():
+            pool.close()
+        self._pools = {}
+
+    def abandon(self, holder: object) -> None:
+        """Throws away what `holder` was filling."""
+        for rank in [rank for rank, pool in self._pools.items() if pool.holder is holder]:
+            self._pools.pop(rank).close()
+
+    def fills(self, holder: object) -> bool:
+        """Whether `holder` fills a pool."""
+        return any(pool.holder is holder for pool in self._pools.values())
+
+    def describe(self, status: owner_pb2.OwnerStatus) -> None:
+        """Puts what there is into the owner's status."""
+        world_size = max((pool.world_size for pool in self._pools.values()), default=0)
+        complete = len(self._pools) == world_size and world_size > 0
+        status.pool_stage = min(pool.stage for pool in self._pools.values()) if complete else owner_pb2.POOL_STAGE_EMPTY
+        status.pool_bytes = sum(pool.header.buffer_bytes for pool in self._pools.values())
+        status.pool_blocks = max((pool.header.block_count for pool in self._pools.values()), default=0)
+        status.pool_seals, status.pool_restores, status.pool_resets = self.seals, self.restores, self.resets
+
+
+def _placed(rank: int, world_size: int) -> tuple[int, int]:
+    if not 0 < world_size <= MAX_RANKS or rank >= world_size:
+        raise PoolRefusedError("impossible-rank")
+    return rank, world_size
+
+
+def _header(wanted: owner_pb2.PoolFormat) -> Header:
+    try:
+        return Header(
+            model=wanted.model,
+            release=wanted.release,
+            layout=wanted.layout_id,
+            block_tokens=wanted.block_tokens,
+            block_bytes=wanted.block_bytes,
+            block_count=wanted.block_count,
+            first_token=0,
+            token_count=wanted.block_count * wanted.block_tokens,
+        )
+    except KvxferError:
+        raise PoolRefusedError("impossible-format") from None

@@ -1,0 +1,45 @@
+"""Pointing a node at another bundle: atomically, or not at all."""
+
+import os
+
+import pytest
+
+from tie.assets import active
+from tie.assets.bundle import open_bundle
+from tie.assets.sample import make_sample_bundle
+from tie.daemon.errors import BundleError
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("bundles")
+    return [make_sample_bundle(directory / name, seed=seed).directory for seed, name in enumerate("ab")]
+
+
+def test_the_link_is_made_and_replaced(bundles, tmp_path):
+    link = tmp_path / "assets" / active.LINK
+    for bundle in (*bundles, bundles[0]):
+        opened = active.point(link, bundle)
+        assert open_bundle(link).manifest == opened.manifest == open_bundle(bundle).manifest
+    assert os.listdir(link.parent) == [active.LINK]  # noqa: PTH208 (nothing is left of the exchange)
+
+
+def test_nothing_but_a_link_is_replaced(bundles, tmp_path):
+    (tmp_path / "fixed").mkdir()
+    with pytest.raises(BundleError, match="not a link"):
+        active.point(tmp_path / "fixed", bundles[0])
+    assert (tmp_path / "fixed").is_dir()
+
+
+def test_what_is_no_bundle_is_not_pointed_at(bundles, tmp_path):
+    link = tmp_path / active.LINK
+    active.point(link, bundles[0])
+    with pytest.raises(BundleError):
+        active.point(link, tmp_path)
+    assert link.readlink() == bundles[0]
+
+
+def test_a_place_that_cannot_be_written_is_an_error(bundles, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BundleError, match="cannot write"):
+        active.point(tmp_path / "file" / "link", bundles[0])

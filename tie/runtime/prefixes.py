@@ -1,0 +1,218 @@
+"""The system-prompt prefix cache over a runtime's life: restored at its start, or filled when it is warmed.
+
+    NONE                      no registered prompt fills a block: there is nothing to keep
+    COLD ──warm──▶ FILLING ──all blocks there──▶ SEALED
+      ▲               │ error                      ▲
+      └───────────────┘            restored at the start
+    COLD ──the owner has no room──▶ OFF            requests are served all the same, without it; so from the start
+                                                   where a prompt is too long for what may be kept of the paged KV
+
+Prompts are computed like requests, before the controller first advertises the node: no user waits for them, and they
+for no user. docs/prefix-cache.md has the whole picture.
+"""
+
+import enum
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tie import __version__
+from tie.assets import manifest as manifests
+from tie.assets.manifest import Manifest
+from tie.daemon import log
+from tie.daemon.errors import TieError
+from tie.runtime.kv_blocks import BlockMemory, Format, Kept
+from tie.runtime.prefix_pool import Place, PoolClient, PoolMemory, PoolRefusedError, close_all
+from tie.runtime.prefix_restore import Expected, metadata_of, restore
+from tie.runtime.prefix_trie import Identity, PrefixTrie
+
+_NO_ROOM: Final = frozenset({"pool-too-large", "out-of-memory", "no-memfd"})
+
+
+class State(enum.Enum):
+    """Where the cache is in its life."""
+
+    NONE = "none"
+    COLD = "cold"
+    FILLING = "filling"
+    SEALED = "sealed"
+    OFF = "off"
+
+
+class WarmError(TieError):
+    """A prompt could not be computed; the text is static."""
+
+
+@dataclass(slots=True)
+class _Filling:
+    """A pool that is being filled."""
+
+    client: PoolClient
+    memory: PoolMemory
+    descriptors: tuple[int, int]
+    digests: dict[int, bytes]
+
+    def close(self) -> None:
+        close_all(self.descriptors)
+        self.client.close()  # where the pool is not sealed, the owner lets go of it
+
+
+class Prefixes:
+    """The cache of one runtime. `warm` may come from any thread.
+
+    Args:
+        owner: owner.sock.
+        manifest: the bundle's.
+        format: of this runtime's blocks.
+        place: which rank of how many.
+        memory: of the paged KV's blocks.
+        most_blocks: that a prompt may have.
+        on_ready: is told of the pool, once it can be used.
+    """
+
+    def __init__(
+        self,
+        owner: Path,
+        manifest: Manifest,
+        *,
+        format: Format,  # noqa: A002
+        place: Place,
+        memory: BlockMemory,
+        most_blocks: int,
+        on_ready: Callable[[PrefixTrie, PoolMemory], None],
+    ) -> None:
+        self.restored = False
+        self._owner = owner
+        self._prompts = tuple(prompt.token_ids for prompt in manifest.system_prompts)
+        self._memory = memory
+        self._on_ready = on_ready
+        self.trie = PrefixTrie(self._prompts, format.block_tokens)
+        self._state = State.COLD if len(self.trie) else State.NONE
+        if any(len(self.trie.path(prompt)) > most_blocks for prompt in self._prompts):
+            log.event("prefix.refused", code="prompt-too-long")
+            self._state = State.OFF
+        self._turn = threading.Lock()
+        self._filling: _Filling | None = None
+        self._pool: PoolMemory | None = None
+        if len(self.trie):
+            identity = Identity(
+                hashlib.sha256(manifests.encode(manifest)).digest(),
+                __version__,
+                format.layout,
+                format.block_tokens,
+                place.world_size,
+            )
+            self._expected = Expected(format.header(0, len(self.trie)), self.trie.encode(identity), place)
+
+    @property
+    def state(self) -> State:
+        """Where it is in its life."""
+        return self._state
+
+    def restore(self) -> None:
+        """Takes the owner's pool over, where there is one that fits.
+
+        Raises:
+            PoolDamagedError: there is one, and it is damaged: this runtime must not start.
+            PeerError: the owner is gone.
+        """
+        if self._state is not State.COLD:
+            return
+        memory = restore(self._owner, self._expected)
+        if memory is not None:
+            self.restored = True
+            self._ready(memory)
+
+    def warm(self, index: int, compute: Callable[[Sequence[int]], Kept]) -> None:
+        """Has a registered prompt in the pool, and seals that when it was the last.
+
+        Args:
+            index: of the prompt.
+            compute: prefills token ids and gives their blocks.
+
+        Raises:
+            WarmError: `compute` could not.
+            PeerError: the owner is gone; what was filled so far is lost, and has to be warmed again.
+        """
+        with self._turn:
+            if self._state not in {State.COLD, State.FILLING}:
+                return
+            try:
+                filling = self._filling or self._begin()
+                self._fill(filling, self._prompts[index], compute)
+                if len(filling.digests) == len(self.trie):
+                    self._seal(filling)
+            except PoolRefusedError as error:
+                self._give_up(State.OFF if error.code in _NO_ROOM else State.COLD)
+                log.event("prefix.refused", code=error.code)
+                if self._state is State.COLD:
+                    raise
+            except BaseException:
+                self._give_up(State.COLD)
+                raise
+
+    def close(self) -> None:
+        """Lets go of the pool. The engine must have ended."""
+        with self._turn:
+            self._give_up(State.OFF)
+            if self._pool:
+                self._pool.close()
+                self._pool = None
+
+    def _begin(self) -> _Filling:
+        header = self._expected.header
+        size = len(metadata_of(self._expected.trie, [bytes(hashlib.sha256().digest_size)] * header.block_count))
+        client = PoolClient(self._owner, self._expected.place)
+        try:
+            descriptors = client.allocate(header, size)
+            try:
+                memory = PoolMemory(descriptors[0], header, writable=True)
+            except BaseException:
+                close_all(descriptors)
+                raise
+        except BaseException:
+            client.close()
+            raise
+        self._filling = _Filling(client, memory, descriptors, {})
+        self._state = State.FILLING
+        return self._filling
+
+    def _fill(self, filling: _Filling, prompt: Sequence[int], compute: Callable[[Sequence[int]], Kept]) -> None:
+        path = self.trie.path(prompt)
+        if all(node in filling.digests for node in path):
+            return
+        kept = compute(prompt)
+        try:
+            for node, block in zip(path, kept.blocks, strict=False):
+                with self._memory.block_view(block) as source, filling.memory.block(node) as target:
+                    target[:] = source
+                    filling.digests[node] = hashlib.sha256(target).digest()
+        finally:
+            kept.release()
+
+    def _seal(self, filling: _Filling) -> None:
+        digests = [filling.digests[node] for node in range(len(self.trie))]
+        metadata = metadata_of(self._expected.trie, digests)
+        os.pwrite(filling.descriptors[1], metadata, 0)
+        filling.client.seal(metadata, hashlib.sha256(metadata).digest(), self._expected.trie_sha256)
+        filling.memory.protect()
+        filling.close()
+        self._filling = None
+        log.event("prefix.sealed", count=len(digests))
+        self._ready(filling.memory)
+
+    def _ready(self, memory: PoolMemory) -> None:
+        self._state = State.SEALED
+        self._pool = memory
+        self._on_ready(self.trie, memory)
+
+    def _give_up(self, state: State) -> None:
+        if self._filling:
+            self._filling.close()
+            self._filling.memory.close()
+            self._filling = None
+        self._state = state
