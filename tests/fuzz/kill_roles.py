@@ -21,6 +21,7 @@ from kvxfer.channel import Channel, listen
 from kvxfer.errors import KvxferError
 from kvxfer.pool import BufferPool
 from tie.app.conversation import Conversation
+from tie.assets.prefix import NO_PREFIX
 from tie.daemon.errors import TieError
 from tie.proto import runtime_pb2
 from tie.runtime.kv_blocks import Format, Kept
@@ -167,7 +168,7 @@ class App:
 
     def _turn(self, kv: Channel, runtime: Channel, key: bytes, name: bytes, tokens: list[int]) -> int:
         conversation = Conversation(
-            ConversationKey(Root.TURN, key), self._format, self._store, timeout=WAIT_S, ttl_s=600
+            ConversationKey(Root.TURN, key), self._format, self._store, prefix=NO_PREFIX, timeout=WAIT_S, ttl_s=600
         )
         with contextlib.closing(conversation), contextlib.ExitStack() as stack:
             say(phase="look up")

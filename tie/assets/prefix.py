@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
+from typing import Final
 
-_LABEL = b"tie/shared-prefix/1\0"
+_LABEL: Final = b"tie/shared-prefix/1\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +28,16 @@ class SharedPrefix:
     sha256: bytes
 
 
+NO_PREFIX: Final = SharedPrefix(0, b"")
+
+
 def shared_prefix(registered: Iterable[Sequence[int]], prompt: Sequence[int], block_tokens: int) -> SharedPrefix:
     """The longest run of whole blocks that `prompt` has in common with one of `registered`, without its last token."""
     tokens = prompt[:-1]
     most = max((_common(each, tokens) for each in registered), default=0)
     blocks = most // block_tokens if block_tokens > 0 else 0  # what another process says blocks are
     if not blocks:
-        return SharedPrefix(0, b"")
+        return NO_PREFIX
     ids = tokens[: blocks * block_tokens]
     return SharedPrefix(blocks, hashlib.sha256(_LABEL + struct.pack(f"<{len(ids)}I", *ids)).digest())
 

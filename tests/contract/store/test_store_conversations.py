@@ -7,6 +7,7 @@ import pytest
 
 from tie.app.conversation import Conversation
 from tie.app.entries import sealing
+from tie.assets.prefix import NO_PREFIX
 from tie.proto import metrics_pb2, metrics_pb2_grpc
 from tie.store.client import random_index
 from tie.warden.entry import Kind
@@ -41,7 +42,7 @@ def asked(store) -> dict[str, float]:
 def look_up(store, key: ConversationKey, cache_format=FORMAT) -> tuple[int, dict[str, float]]:
     """Blocks found, and what the store was asked for it."""
     before = asked(store)
-    conversation = Conversation(key, cache_format, store.path, timeout=10, ttl_s=60)
+    conversation = Conversation(key, cache_format, store.path, prefix=NO_PREFIX, timeout=10, ttl_s=60)
     conversation.look_up((*TOKENS, 1))
     blocks = conversation.blocks
     conversation.close()
