@@ -144,7 +144,8 @@ class Prober:
 
     async def _ask(self, channel: socket.socket) -> bytes:
         loop = asyncio.get_running_loop()
-        await asyncio.wait_for(loop.sock_sendall(channel, b"?"), self._deadline_s)
+        async with asyncio.timeout(self._deadline_s):
+            await loop.sock_sendall(channel, b"?")
         reply = asyncio.ensure_future(loop.sock_recv(channel, MAX_MESSAGE_BYTES + 1))
         try:
             done, _ = await asyncio.wait({reply}, timeout=self._deadline_s)

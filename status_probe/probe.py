@@ -91,7 +91,8 @@ class Probe:
             changed = self._changed
             yield self.status()
             with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), heartbeat_s)
+                async with asyncio.timeout(heartbeat_s):
+                    await changed.wait()
 
     async def metrics(self) -> str:
         """The engine's metrics as Prometheus text; nothing while there is no engine."""

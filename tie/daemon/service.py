@@ -58,7 +58,8 @@ class Lifetime:
                     log.event("socket.lost", daemon=self._name, socket=str(path))
                     self.stop()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.stopping.wait(), _LOOK_S)
+                async with asyncio.timeout(_LOOK_S):
+                    await self.stopping.wait()
 
     def stop(self) -> None:
         """Asks the daemon to end."""
