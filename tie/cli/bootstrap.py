@@ -4,6 +4,7 @@ Standard library only, since nothing else is there yet. Safe to repeat, safe to 
 """
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -152,6 +153,9 @@ def set_up_anew(wanted: str) -> None:
     started = time.monotonic()
     if platform.machine() != "x86_64":
         raise SetupError(f"the Triton server comes as a wheel for x86_64 only; this machine is {platform.machine()}")
+    for place in (ROOT, VENV):  # known before anything is downloaded, and said as what it is
+        if place.exists() and not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
     say(f"setting up {VENV} with Python {platform.python_version()} (once; later runs skip this)")
     install(for_the_node())
     make_venv()

@@ -121,6 +121,18 @@ def test_an_environment_without_its_programs_is_not_set_up(monkeypatch, tmp_path
     assert bootstrap.is_set_up("wanted")
 
 
+def test_a_checkout_that_is_read_only_is_said_to_be_before_anything_is_done(monkeypatch, tmp_path, capsys):
+    a_checkout_at(tmp_path, monkeypatch)
+    monkeypatch.setattr(bootstrap, "fingerprint", lambda: "wanted")
+    monkeypatch.setattr(bootstrap.os, "access", lambda path, _: path != tmp_path)
+    monkeypatch.setattr(bootstrap.sys, "argv", ["run", "setup"])
+    assert bootstrap.main() == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"Permission denied: '{tmp_path}'" in said.err
+    assert "clone of your own" in said.err
+
+
 def test_a_checkout_that_is_not_ours_is_said_to_be(monkeypatch, capsys):
     def is_set_up(wanted):
         raise PermissionError(13, "Permission denied", "/another/.venv/bin/python")
