@@ -67,7 +67,8 @@ def main() -> int:
     if command not in ("demo", "tie", "test", "setup", "lock"):
         print(f"run: there is no command {command!r}\n\n{USAGE}", end="", file=sys.stderr)
         return 2
-    os.environ.setdefault("TIE_CACHE_DIR", str(ROOT / ".run"))
+    if (ROOT / ".run").exists() or os.access(ROOT, os.W_OK):  # else the user's cache folder, as without `./run`
+        os.environ.setdefault("TIE_CACHE_DIR", str(ROOT / ".run"))
     try:
         if command == "lock":
             script = str(ROOT / "tie" / "cli" / "lock.py")
