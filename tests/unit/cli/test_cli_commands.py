@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -67,6 +68,15 @@ def test_without_a_node_the_operators_commands_say_so(command, tmp_path):
     assert "no node runs in" in done.stderr
     assert "tie up" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_node_whose_port_is_taken_is_refused_and_leaves_nothing(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = tie("up", "--run-dir", str(tmp_path / "run"), "--port", port, TIE_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port} is in use" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_watched_status_comes_through_a_pipe_as_it_changes(monkeypatch):
