@@ -35,7 +35,8 @@ usage: ./run COMMAND [ARGUMENTS]
   setup       only set up, with all that the tests need (every other command sets up what it needs itself)
   lock        bring requirements.lock up to pyproject.toml; --upgrade takes the newest of everything
 
-The environment is made in .venv, the demo model in .run; both are ignored by git and safe to delete.
+The environment is made in .venv, the demo model in .run; both are ignored by git and safe to delete. Where
+the checkout is set up but read-only, the demo model goes to $TIE_CACHE_DIR or your cache folder.
 """
 
 ROOT = Path(__file__).resolve().parents[2]
