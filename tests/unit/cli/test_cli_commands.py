@@ -108,6 +108,7 @@ def test_chat_with_nobody_listening_is_unavailable(tmp_path):
     key.write_bytes(bytes(32))
     done = tie("chat", "--url", "http://127.0.0.1:9", "--statement-key", str(key), "--model", "m", "Hello")
     assert done.returncode == 69
+    assert "tie up" in done.stderr
     assert "Traceback" not in done.stderr
 
 
