@@ -4,6 +4,7 @@ Standard library only, since nothing else is there yet. Safe to repeat, safe to 
 """
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -34,7 +35,8 @@ usage: ./run COMMAND [ARGUMENTS]
   setup       only set up, with all that the tests need (every other command sets up what it needs itself)
   lock        bring requirements.lock up to pyproject.toml; --upgrade takes the newest of everything
 
-The environment is made in .venv, the demo model in .run; both are ignored by git and safe to delete.
+The environment is made in .venv, the demo model in .run; both are ignored by git and safe to delete. Where
+the checkout is set up but read-only, the demo model goes to $TIE_CACHE_DIR or your cache folder.
 """
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +68,8 @@ def main() -> int:
     if command not in ("demo", "tie", "test", "setup", "lock"):
         print(f"run: there is no command {command!r}\n\n{USAGE}", end="", file=sys.stderr)
         return 2
-    os.environ.setdefault("TIE_CACHE_DIR", str(ROOT / ".run"))
+    if (ROOT / ".run").exists() or os.access(ROOT, os.W_OK):  # else the user's cache folder, as without `./run`
+        os.environ.setdefault("TIE_CACHE_DIR", str(ROOT / ".run"))
     try:
         if command == "lock":
             script = str(ROOT / "tie" / "cli" / "lock.py")
@@ -152,6 +155,9 @@ def set_up_anew(wanted: str) -> None:
     started = time.monotonic()
     if platform.machine() != "x86_64":
         raise SetupError(f"the Triton server comes as a wheel for x86_64 only; this machine is {platform.machine()}")
+    for place in (ROOT, VENV):  # known before anything is downloaded, and said as what it is
+        if place.exists() and not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
     say(f"setting up {VENV} with Python {platform.python_version()} (once; later runs skip this)")
     install(for_the_node())
     make_venv()

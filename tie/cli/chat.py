@@ -14,6 +14,7 @@ from tie.cli.main import complain
 from tie.daemon.errors import TieError, UserError
 from tie.device.client import Client
 from tie.device.conversations import Conversation
+from tie.device.errors import UnreachableError
 from tie.device.request import Message, build
 
 _NOT_TEXT = "what is asked is not text in the terminal's encoding"
@@ -66,7 +67,7 @@ def chat(
             click.secho(f"{target.model}: {_HELP}", dim=True)
             conversation.loop()
     except TieError as error:
-        complain(error)
+        _complain(error)
         return asking.exit_code(error)
     return 0
 
@@ -152,7 +153,13 @@ class _Conversation:
                 click.secho("\n[stopped]", dim=True)
             except TieError as error:
                 click.echo()
-                complain(error)
+                _complain(error)
+
+
+def _complain(error: TieError) -> None:
+    complain(error)
+    if isinstance(error, UnreachableError):
+        click.echo("     `tie up` starts a node on this machine; --url names another one", err=True)
 
 
 def _read_all() -> str:

@@ -137,17 +137,18 @@ class LocalNode:
 
     def stop(self) -> list[str]:
         """Ends the node as Ctrl-C does; returns what outlived it (and ends that too)."""
-        self.processes()
-        self.process.send_signal(signal.SIGINT)
-        try:
+        while True:
             try:
-                self.process.wait(_STOP_S)
-            except KeyboardInterrupt:  # asked twice: at once
+                self.processes()
                 self.process.send_signal(signal.SIGINT)
                 self.process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+                break
+            except KeyboardInterrupt:  # asked again: at once, but not without it
+                continue
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                break
         left = self.leftovers()
         for process in left:
             process.kill()

@@ -38,6 +38,9 @@ def status(run_dir: Path, *, as_json: bool, watch: bool) -> int:
             if as_json:
                 async for reply in updates:
                     click.echo(json.dumps(render.as_dict(reply)))
+            elif not console.is_terminal:  # nothing can be drawn over there: one after the other, each at once
+                async for reply in updates:
+                    console.print(render.status_table(reply), "")
             else:
                 with Live(console=console, auto_refresh=False) as live:
                     async for reply in updates:

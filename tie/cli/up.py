@@ -76,8 +76,8 @@ def up(
     directory = (run_dir or (Path(config.run_dir) if named else settings.default_run_dir())).absolute()
     config = settings.replace(config, run_dir=str(directory))
     with prepare.prepared(directory):
-        config = prepare.with_bundle(config, bundle, console)
         prepare.check(config)
+        config = prepare.with_bundle(config, bundle, console)
         prepare.write_configuration(config)
         prepare.compile_packages()
         return asyncio.run(_Node(config, console).run(parent))

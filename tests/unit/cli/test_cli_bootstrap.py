@@ -1,5 +1,6 @@
 """`./run`, as far as it can be tested without setting anything up."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -119,6 +120,32 @@ def test_an_environment_without_its_programs_is_not_set_up(monkeypatch, tmp_path
         (programs / name).touch()
         bootstrap.STAMP.write_text("wanted")
     assert bootstrap.is_set_up("wanted")
+
+
+def test_a_checkout_that_is_read_only_is_said_to_be_before_anything_is_done(monkeypatch, tmp_path, capsys):
+    a_checkout_at(tmp_path, monkeypatch)
+    monkeypatch.setattr(bootstrap, "fingerprint", lambda: "wanted")
+    monkeypatch.setattr(bootstrap.os, "access", lambda path, _: path != tmp_path)
+    monkeypatch.setattr(bootstrap.sys, "argv", ["run", "setup"])
+    assert bootstrap.main() == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"Permission denied: '{tmp_path}'" in said.err
+    assert "clone of your own" in said.err
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_the_demo_model_is_kept_in_the_checkout_where_that_can_be_written(writable, monkeypatch, tmp_path):
+    a_checkout_at(tmp_path, monkeypatch)
+    monkeypatch.setenv("TIE_CACHE_DIR", "")
+    monkeypatch.delenv("TIE_CACHE_DIR")
+    monkeypatch.setattr(bootstrap.os, "access", lambda *_: writable)
+    monkeypatch.setattr(bootstrap, "set_up", lambda: None)
+    monkeypatch.setattr(bootstrap, "computes_without_torch", lambda: True)
+    monkeypatch.setattr(bootstrap, "execute", lambda *_: None)
+    monkeypatch.setattr(bootstrap.sys, "argv", ["run", "demo"])
+    bootstrap.main()
+    assert os.environ.get("TIE_CACHE_DIR") == (str(tmp_path / ".run") if writable else None)
 
 
 def test_a_checkout_that_is_not_ours_is_said_to_be(monkeypatch, capsys):

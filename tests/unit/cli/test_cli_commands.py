@@ -2,14 +2,17 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
-from tie.cli import asking, main
+from tie.cli import asking, control, main, operate
 from tie.cli.chat import chat
 from tie.cli.doctor import doctor
 from tie.daemon.errors import ConfigError, PeerDiedError, PeerError, PeerTimeoutError, TieError, UserError
@@ -22,6 +25,7 @@ from tie.device.errors import (
 )
 from tie.envelope.errors import EnvelopeError
 from tie.envelope.statement import StatementError
+from tie.proto import control_pb2
 
 COMMANDS = ("up", "chat", "status", "events", "gpu", "recycle", "maintenance", "metrics", "doctor", "assets", "demo")
 
@@ -66,6 +70,33 @@ def test_without_a_node_the_operators_commands_say_so(command, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_node_whose_port_is_taken_is_refused_and_leaves_nothing(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = tie("up", "--run-dir", str(tmp_path / "run"), "--port", port, TIE_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port} is in use" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_watched_status_comes_through_a_pipe_as_it_changes(monkeypatch):
+    async def watch(request, timeout):
+        for state in (control_pb2.STATE_INITIALIZING, control_pb2.STATE_AVAILABLE):
+            yield control_pb2.NodeStatus(node_id="node-7", state=state)
+
+    @asynccontextmanager
+    async def connected(run_dir):
+        yield SimpleNamespace(node=SimpleNamespace(Watch=watch))
+
+    monkeypatch.setattr(control, "connected", connected)
+    done = CliRunner().invoke(operate.status, ["--watch"], standalone_mode=False)
+    assert (done.exception, done.return_value) == (None, 0)
+    first, _, second = done.output.partition("available")
+    assert "initializing" in first
+    assert "node-7" in first
+    assert "initializing" not in second
+
+
 def test_chat_without_a_node_says_so(tmp_path):
     done = tie("chat", "Hello", TIE_RUN_DIR=str(tmp_path))
     assert done.returncode == 78
@@ -77,6 +108,7 @@ def test_chat_with_nobody_listening_is_unavailable(tmp_path):
     key.write_bytes(bytes(32))
     done = tie("chat", "--url", "http://127.0.0.1:9", "--statement-key", str(key), "--model", "m", "Hello")
     assert done.returncode == 69
+    assert "tie up" in done.stderr
     assert "Traceback" not in done.stderr
 
 
