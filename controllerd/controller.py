@@ -80,6 +80,7 @@ class Controller:
         self.cloudboard = Attachment(sockets.node, config.node_id, heartbeat, self.bell)
         self._known: dict[str, bool] = {}  # which peers were connected at the last look
         self._gpu_said: tuple[str, ...] | None = None
+        self._failing: set[type[Command]] = set()
         self._tasks = asyncio.TaskGroup()
         self._flag: Path = sockets.control.parent / "maintenance"
 
@@ -158,7 +159,11 @@ class Controller:
                 case EndOwner():
                     await self.owner.shut_down(_CALL_TIMEOUT_S)
         except PeerError as error:
-            log.failure("command.failed", error, action=type(command).__name__.lower())
+            if type(command) not in self._failing:  # it is tried again and again
+                log.failure("command.failed", error, action=type(command).__name__.lower())
+            self._failing.add(type(command))
+        else:
+            self._failing.discard(type(command))
         self.bell.ring()
 
     async def _tell(self, reason: str, drain_s: float) -> None:

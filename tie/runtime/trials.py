@@ -53,13 +53,19 @@ class Trials:
         self._ask(frame(self._vocabulary) + frame(self._tokenizer_json), _START_S)
 
     def passes(self, grammar: str) -> Verdict:
-        """What comes of compiling `grammar`. Takes `WALL_S` and a little at most.
+        """What comes of compiling `grammar`. Takes `WALL_S` and a little at most, and twice that when the process dies.
 
         Raises:
             OSError: there is no trial process to be had.
         """
+        question = frame(grammar.encode("utf-8", "replace"))
         self.start()
-        return self._ask(frame(grammar.encode("utf-8", "replace")), WALL_S + _GRACE_S)
+        try:
+            return self._ask(question, WALL_S + _GRACE_S)
+        except ConnectionError:
+            # No grammar can end the process itself, which only forks: somebody did, and the next one answers.
+            self.start()
+            return self._ask(question, WALL_S + _GRACE_S)
 
     def close(self) -> None:
         """Ends the process."""
