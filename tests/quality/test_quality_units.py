@@ -36,7 +36,8 @@ REQUIRED = {
 ALLOWED = {
     ("tie-cloudboard.service", "PrivateNetwork"), ("tie-cloudboard.service", "RestrictAddressFamilies"),
     ("tie-afm-runtime.service", "MemoryDenyWriteExecute"), ("tie-afm-runtime.service", "ProcSubset"),
-    ("gpuhealthd.service", "ProcSubset"), ("tie-model-owner.service", "PrivateUsers"),
+    ("gpuhealthd.service", "ProcSubset"), ("tie-model-owner.service", "ProcSubset"),
+    ("tie-model-owner.service", "PrivateUsers"),
 }  # fmt: skip
 READS_KEYS = {
     "tie-kps.service": {"keys/statement.key", "keys/binding.pub"},
