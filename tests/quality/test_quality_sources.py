@@ -143,13 +143,7 @@ def test_the_lock_has_every_dependency_with_its_hashes(root):
 
 
 def test_ci_runs_what_everybody_runs(root):
-    """In two halves, which together are all of it: what one names the other leaves out, and nothing else."""
-    text = (root / ".ci/run").read_text()
-    assert '"$run" test ' in text
-    (named,) = re.findall(r"(?m)^half nodes (.*) >", text)
-    (left_out,) = re.findall(r"(?m)^half rest tests (--ignore=.*)$", text)
-    assert sorted(f"--ignore={part}" for part in named.split()) == sorted(left_out.split())
-    assert all((root / part).is_dir() for part in named.split())
+    assert re.search(r"(?m)^\./run test( |$)", (root / ".ci/run").read_text())
     assert (root / ".ci/run").stat().st_mode & 0o111
     assert (root / "run").stat().st_mode & 0o111
 
