@@ -342,7 +342,7 @@ def check_environment() -> None:
 def test(arguments: list[str]) -> NoReturn:
     """Everything that must hold before a change lands: linters, type checks and import contracts are tests as well."""
     os.chdir(ROOT)
-    # All of them: a file each on two processes, which both wait for nodes much of the time. More would fill small machines.
+    # All of them: two files at a time, for each waits for nodes much of the time. More would not fit small machines.
     execute("pytest", "-q", *(arguments or ["-n", "2", "--dist", "loadfile"]))
 
 
