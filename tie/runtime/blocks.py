@@ -47,7 +47,7 @@ class BlockPool:
         self._free = list(range(total - 1, -1, -1))
         self._forget: dict[int, Callable[[], None]] = {}  # of every remembered block
         self._idle: dict[int, None] = {}  # the free ones of them, the longest unused first
-        self._shared = 0  # counted as it changes: a large pool takes milliseconds to go through, and this is asked each step
+        self._shared = 0  # counted as it changes: each step asks, and to go through a large pool takes milliseconds
         self._peak_used = 0
         self._handed_out = 0
         self._returned = 0
