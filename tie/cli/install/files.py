@@ -1,0 +1,43 @@
+"""Which files an installation has beside its tree: shipped name → place on the machine."""
+
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from tie.cli.install.machine import PRESETS, SYSUSERS, TMPFILES, UNITS
+
+_UNITS: Final = frozenset({".service", ".socket", ".target", ".slice"})
+_GPU: Final = "50-gpu.conf"
+
+
+def shipped(systemd: Path, *, gpu: bool) -> dict[PurePosixPath, bytes]:
+    """Place → content, of every file of `systemd/` but the configuration.
+
+    Args:
+        systemd: the shipped folder.
+        gpu: with the drop-ins for a node with GPUs.
+    """
+    found = {UNITS / path.name: path for path in systemd.iterdir() if path.suffix in _UNITS}
+    found |= {PRESETS / f"50-{path.name}": path for path in systemd.glob("*.preset")}
+    found[SYSUSERS] = systemd / "sysusers.d/tie.conf"
+    found[TMPFILES] = systemd / "tmpfiles.d/tie.conf"
+    if gpu:
+        found |= {UNITS / f"{path.stem}.service.d" / _GPU: path for path in (systemd / "gpu").glob("*.conf")}
+    return {place: found[place].read_bytes() for place in sorted(found)}
+
+
+def units(systemd: Path) -> list[str]:
+    """The names of all units."""
+    return sorted(path.name for path in systemd.iterdir() if path.suffix in _UNITS)
+
+
+def preset(systemd: Path) -> list[str]:
+    """The units that a node enables."""
+    lines = [line.split() for path in systemd.glob("*.preset") for line in path.read_text().splitlines()]
+    return [words[1] for words in lines if words[:1] == ["enable"]]
+
+
+def accounts(systemd: Path) -> tuple[list[str], list[str]]:
+    """The users and the groups that sysusers makes; a user has a group of the same name."""
+    lines = [line.split() for line in (systemd / "sysusers.d/tie.conf").read_text().splitlines()]
+    users = [words[1] for words in lines if words[:1] == ["u"]]
+    return users, [words[1] for words in lines if words[:1] == ["g"]]

@@ -1,0 +1,213 @@
+"""The steps of an installation: only those that are needed, so that a second one does nothing."""
+
+import hashlib
+import importlib.metadata
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from tie.assets import active
+from tie.assets.bundle import open_bundle
+from tie.assets.manifest import MANIFEST_FILE
+from tie.cli.install import distributions, files, tree
+from tie.cli.install.machine import ASSETS, COMMAND, CONFIG, KEYS, PREFIX, RUN, TARGET, TREES, UNITS, Machine
+from tie.cli.install.steps import Accounts, Command, Folder, Link, RunDirectory, Step, WriteFiles, names
+from tie.daemon.errors import ConfigError
+
+# In each folder of TREES: the tree, and the hash that it had when it was laid out.
+_TREE: Final = "tree"
+_HASH: Final = "sha256"
+_NODE: Final = ("tie-inference[node]",)
+_TRITON: Final = "nvidia-pytriton"  # without what it asks for: only its server is used (pyproject.toml)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for beside the node itself.
+
+    Attributes:
+        gpu: the drop-ins for GPUs; None: as they are now.
+        bundle: a bundle to copy onto the machine and serve.
+        demo: the demo model's instead.
+    """
+
+    gpu: bool | None = None
+    bundle: Path | None = None
+    demo: bool = False
+
+
+def steps(machine: Machine, wish: Wish) -> list[Step]:
+    """Everything that is to be done, in order; nothing where the machine is as it should be.
+
+    Raises:
+        ConfigError: this environment cannot be installed from.
+        BundleError: there is no such bundle.
+    """
+    systemd = distributions.shared("systemd")
+    recipe = _Recipe.of_this_environment(machine)
+    before = _current(machine)
+    gpu = wish.gpu if wish.gpu is not None else any(machine.at(UNITS).glob("*.d/50-gpu.conf"))
+    users, groups = files.accounts(systemd)
+    wanted: list[Step] = []
+    if not is_whole(machine, recipe.place):
+        wanted.append(Folder(machine, f"{recipe.place}: {recipe.says}", recipe.place, recipe.lay))
+    changed = _changed(machine, files.shipped(systemd, gpu=gpu), _obsolete(machine, before, systemd, gpu=gpu))
+    if changed:
+        says = f"{len(changed)} files of systemd below {UNITS.parents[1]}"
+        reload = [["systemctl", "daemon-reload"]] if machine.live else []
+        wanted.append(WriteFiles(machine, says, changed, reload))
+    if set(users) | set(groups) > names(machine) & (set(users) | set(groups)):
+        wanted.append(Accounts(machine, users, groups))
+    wanted += _configuration(machine, before, systemd)
+    if _link(machine, PREFIX) != str(recipe.place / _TREE):
+        wanted.append(Link(machine, f"{PREFIX} is that tree now", PREFIX, recipe.place / _TREE))
+    if _link(machine, COMMAND) != str(PREFIX / "bin/tie"):
+        wanted.append(Link(machine, f"{COMMAND}, the `tie` command", COMMAND, PREFIX / "bin/tie"))
+    wanted += _bundle(machine, wish)
+    if machine.live and (changed or not machine.at(RUN).exists()):
+        wanted.append(RunDirectory(machine))
+    if before is None:
+        wanted.append(_enable(machine, files.preset(systemd)))
+    if machine.live and not machine.is_active(KEYS):
+        keys, forget = [["systemctl", "start", KEYS]], [["systemctl", verb, KEYS] for verb in ("stop", "reset-failed")]
+        wanted.append(Command(machine, "the node's keys, in memory", keys, forget))
+    return wanted
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How this environment's tree is made; its name follows from what goes into it."""
+
+    place: PurePosixPath
+    says: str
+    lay: Callable[[Path], None]
+
+    @classmethod
+    def of_this_environment(cls, machine: Machine) -> "_Recipe":
+        chosen = distributions.closure(_NODE)
+        distributions.check_lock(chosen, distributions.shared("requirements.lock"))
+        try:
+            chosen.append(importlib.metadata.distribution(_TRITON))
+        except importlib.metadata.PackageNotFoundError:
+            hint = f"pip install --no-deps {_TRITON}==0.7.0, or ./run setup"
+            raise ConfigError("the Triton server is not installed here", hint=hint) from None
+        sources = [source for item in chosen for source in distributions.sources(item)]
+        project = next(item for item in chosen if distributions.canonical(item.name) == distributions.PROJECT)
+        named = hashlib.sha256(f"{PREFIX} {machine.python}".encode())
+        for source in sorted(sources, key=lambda source: source.path):
+            content = source.sha256 or hashlib.sha256(distributions.read(source)).hexdigest()
+            named.update(f"\0{source.path} {content}".encode())
+        place = TREES / f"{project.version}-{named.hexdigest()[:12]}"
+
+        def lay(directory: Path) -> None:
+            scripts = distributions.scripts(project)
+            inside = directory / _TREE
+            tree.build(inside, sources, scripts, prefix=PREFIX, python=machine.python)
+            tree.compile_bytecode(inside, PREFIX)
+            (directory / _HASH).write_text(tree.settle(inside) + "\n")
+            directory.chmod(0o755)
+
+        return cls(place, f"{len(chosen)} packages, checked against their hashes, and their bytecode", lay)
+
+
+def is_whole(machine: Machine, place: PurePosixPath) -> bool:
+    """Whether the folder of a tree, below TREES, is there and its tree is what was laid out."""
+    noted, directory = machine.at(place / _HASH), machine.at(place / _TREE)
+    return noted.is_file() and directory.is_dir() and noted.read_text().strip() == tree.digest(directory)
+
+
+def _current(machine: Machine) -> Path | None:
+    """The shipped `systemd/` of the installation that is there."""
+    target = _link(machine, PREFIX)
+    folder = machine.at(PurePosixPath(target)) / distributions.SHARE / "systemd" if target else None
+    return folder if folder and folder.is_dir() else None
+
+
+def current(machine: Machine) -> Path | None:
+    """The shipped `systemd/` folder of the installation that is there, or None where there is none."""
+    return _current(machine)
+
+
+def _link(machine: Machine, place: PurePosixPath) -> str:
+    path = machine.at(place)
+    return str(path.readlink()) if path.is_symlink() else ""
+
+
+def _obsolete(machine: Machine, before: Path | None, systemd: Path, *, gpu: bool) -> set[PurePosixPath]:
+    """Files of the installation that is there which the new one has no more."""
+    old = set(files.shipped(before or systemd, gpu=True)) - set(files.shipped(systemd, gpu=gpu))
+    return {place for place in old if machine.at(place).exists()}
+
+
+def _changed(
+    machine: Machine, wanted: dict[PurePosixPath, bytes], obsolete: set[PurePosixPath]
+) -> dict[PurePosixPath, bytes | None]:
+    changed: dict[PurePosixPath, bytes | None] = dict.fromkeys(obsolete)
+    for place, content in wanted.items():
+        path = machine.at(place)
+        if not path.is_file() or path.read_bytes() != content:
+            changed[place] = content
+    return changed
+
+
+def _configuration(machine: Machine, before: Path | None, systemd: Path) -> list[Step]:
+    """node.toml, unless an operator has edited it."""
+    content = (systemd / "node.toml").read_bytes()
+    path = machine.at(CONFIG)
+    if path.exists():
+        ours = before is not None and path.read_bytes() == (before / "node.toml").read_bytes()
+        if not ours or path.read_bytes() == content:
+            return []
+    return [WriteFiles(machine, f"{CONFIG}, which is yours to edit", {CONFIG: content})]
+
+
+def _bundle(machine: Machine, wish: Wish) -> list[Step]:
+    if wish.bundle is None and not wish.demo:
+        return []
+    name = "demo"
+    if wish.bundle is not None:
+        manifest = open_bundle(wish.bundle).manifest
+        name = f"{manifest.model}-{manifest.release}"
+    place, link = ASSETS / name, ASSETS / active.LINK
+    found: list[Step] = []
+    if not (machine.at(place) / MANIFEST_FILE).is_file():
+        make = _copied(wish.bundle) if wish.bundle is not None else _demo
+        found.append(Folder(machine, f"{place}: the model", place, make))
+    if _link(machine, link) != name:
+        found.append(Link(machine, f"{link}: the model that the node serves", link, PurePosixPath(name)))
+    return found
+
+
+def _copied(bundle: Path) -> Callable[[Path], None]:
+    def make(directory: Path) -> None:
+        open_bundle(bundle).verify(lambda _: None)
+        shutil.copytree(bundle, directory)
+        _open_to_all(directory)
+
+    return make
+
+
+def _demo(directory: Path) -> None:
+    from tie.cli.assets import demo_bundle  # NumPy and the readers, for those who want it
+
+    demo_bundle(directory)
+    _open_to_all(directory)
+
+
+def _open_to_all(directory: Path) -> None:
+    """Weights are no secret, and each daemon is a user of its own."""
+    directory.chmod(0o755)
+    for path in directory.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def _enable(machine: Machine, units: list[str]) -> Step:
+    where = [] if machine.root == Path("/") else [f"--root={machine.root}"]
+    return Command(
+        machine,
+        f"{TARGET} starts with the machine",
+        [["systemctl", *where, "--no-reload", "preset", *units]],
+        [["systemctl", *where, "--no-reload", "disable", *units]],
+    )
