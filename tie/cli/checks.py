@@ -198,13 +198,14 @@ def run_directory(run_dir: Path) -> Iterator[Check]:
     elif len(os.fsencode(run_dir)) > 107 - len("/owner-control/control.sock"):
         yield Check(name, Level.MISSING, f"{run_dir} is too long for Unix sockets", "name a shorter one with --run-dir")
     else:
-        kind = _filesystem(existing)
+        kind = filesystem(existing)
         volatile = kind in ("tmpfs", "ramfs")
         hint = "" if volatile else "keys outlive a reboot there: use a folder on a tmpfs, for example under /run"
         yield Check(name, Level.OK if volatile else Level.NOTE, f"{run_dir} on {kind}", hint)
 
 
-def _filesystem(path: Path) -> str:
+def filesystem(path: Path) -> str:
+    """The kind of file system that a path is on."""
     best, kind = "", "?"
     real = f"{path.resolve()}/"
     for line in Path("/proc/self/mounts").read_text().splitlines():
@@ -222,7 +223,7 @@ def ingress(run_dir: Path, host: str, port: int) -> Check:
         try:
             probe.bind((host, port))
         except OSError as error:
-            if running_up(run_dir) is not None:
+            if running_up(run_dir) is not None or (run_dir / "cloudboard" / "node.sock").exists():
                 return Check("ingress port", Level.OK, f"{where} is in use (a node runs in {run_dir})")
             return Check("ingress port", Level.MISSING, f"{where}: {error.strerror}", "choose another with --port")
     return Check("ingress port", Level.OK, f"{where} is free")

@@ -10,6 +10,8 @@ from rich.table import Table
 
 from tie.cli import checks, settings
 from tie.cli.checks import Level
+from tie.cli.install.checks import installed
+from tie.cli.install.machine import Machine
 
 _STYLE = {Level.OK: "green", Level.NOTE: "yellow", Level.MISSING: "bold red"}
 
@@ -21,7 +23,7 @@ _STYLE = {Level.OK: "green", Level.NOTE: "yellow", Level.MISSING: "bold red"}
 @click.option("--json", "as_json", is_flag=True, help="The results as a JSON list.")
 def doctor(run_dir: Path, host: str, port: int, *, as_json: bool) -> int:
     """Say what this machine lacks and how to get it. Exit code 1 when a node cannot run."""
-    results = list(checks.all_checks(run_dir.absolute(), host, port))
+    results = [*checks.all_checks(run_dir.absolute(), host, port), *installed(Machine())]
     missing = sum(result.level is Level.MISSING for result in results)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(result) for result in results], indent=2))

@@ -47,8 +47,8 @@ def steps(machine: Machine, wish: Wish) -> list[Step]:
     """
     systemd = distributions.shared("systemd")
     recipe = _Recipe.of_this_environment(machine)
-    before = _current(machine)
-    gpu = wish.gpu if wish.gpu is not None else any(machine.at(UNITS).glob("*.d/50-gpu.conf"))
+    before = current(machine)
+    gpu = has_gpu(machine) if wish.gpu is None else wish.gpu
     users, groups = files.accounts(systemd)
     wanted: list[Step] = []
     if not is_whole(machine, recipe.place):
@@ -118,16 +118,21 @@ def is_whole(machine: Machine, place: PurePosixPath) -> bool:
     return noted.is_file() and directory.is_dir() and noted.read_text().strip() == tree.digest(directory)
 
 
-def _current(machine: Machine) -> Path | None:
-    """The shipped `systemd/` of the installation that is there."""
-    target = _link(machine, PREFIX)
-    folder = machine.at(PurePosixPath(target)) / distributions.SHARE / "systemd" if target else None
-    return folder if folder and folder.is_dir() else None
+def has_gpu(machine: Machine) -> bool:
+    """Whether the drop-ins for GPUs are there."""
+    return any(machine.at(UNITS).glob("*.d/50-gpu.conf"))
+
+
+def tree_in_use(machine: Machine) -> PurePosixPath:
+    """The folder of the tree that PREFIX names; TREES itself where there is none."""
+    return PurePosixPath(_link(machine, PREFIX) or TREES / _TREE).parent
 
 
 def current(machine: Machine) -> Path | None:
     """The shipped `systemd/` folder of the installation that is there, or None where there is none."""
-    return _current(machine)
+    target = _link(machine, PREFIX)
+    folder = machine.at(PurePosixPath(target)) / distributions.SHARE / "systemd" if target else None
+    return folder if folder and folder.is_dir() else None
 
 
 def _link(machine: Machine, place: PurePosixPath) -> str:
