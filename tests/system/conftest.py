@@ -5,6 +5,8 @@ a mount namespace that only the container's processes live in, so that nothing c
 """
 
 import os
+import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -15,6 +17,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,7 +223,8 @@ def boot(prepare: Callable[[Path], None], *binds: str) -> Iterator[Machine]:
             [
                 *_PRIVATELY, _BOOT, "sh", view, layer,
                 "-D", view / "merged", "--boot", "--private-network", "--register=no", "--keep-unit", "--console=pipe",
-                "--quiet", "--kill-signal=SIGRTMIN+4", f"--machine={work.name}", *binds, "systemd.unit=tie-test.target",
+                "--quiet", "--kill-signal=SIGRTMIN+4", f"--machine=tie-{secrets.token_hex(4)}", *binds,
+                "systemd.unit=tie-test.target",
             ],
             stdin=subprocess.DEVNULL, stdout=console, stderr=console,
             env={**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"},
@@ -249,6 +253,61 @@ def bare_machine() -> Iterator[Machine]:
     """One with nothing of ours but this checkout and its environment, read-only, at the same path as here."""
     with boot(_bare, _bound(ROOT, str(ROOT))) as booted:
         yield booted
+
+
+_DIALER = r"""
+import json, socket, sys
+path, word, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+connections = [socket.socket(socket.AF_UNIX) for _ in range(count)]
+answers = []
+for connection in connections:
+    connection.settimeout(30)
+    connection.connect(path)
+    connection.sendall(word.encode())
+for connection in connections:
+    answer = b""
+    while chunk := connection.recv(65536):
+        answer += chunk
+    answers.append(answer.decode())
+print(json.dumps(answers))
+"""
+
+
+@contextmanager
+def _in_the_apps_place(machine: Machine, name: str, program: str) -> Iterator[Callable[..., Any]]:
+    """Starts `program` in the unit of an app, the real one but for its ExecStart=, for each connection.
+
+    Yields:
+        A function that sends a word to `count` instances at the same time and returns what was printed: their answers,
+        as a JSON list.
+    """
+    units = machine.path("/etc/systemd/system")
+    service = (ROOT / "systemd/tie-cloud-app@.service").read_text()
+    socket_unit = (ROOT / "systemd/tie-cloud-app.socket").read_text()
+    (units / f"{name}@.service").write_text(re.sub(r"(?m)^ExecStart=.*$", f"ExecStart=/opt/tie/bin/{name}", service))
+    (units / f"{name}.socket").write_text(socket_unit.replace("app.sock", f"{name}.sock"))
+    script = machine.path(f"/opt/tie/bin/{name}")
+    script.write_text(program)
+    script.chmod(0o755)
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "start", f"{name}.socket")
+
+    def dialed(word: str, count: int = 1, groups: str = "tie-edge-app", *, check: bool = True):
+        return machine.run(
+            "setpriv", "--reuid=tie-cloudboard", "--regid=tie-cloudboard", f"--groups={groups}", "--",
+            "/opt/tie/bin/python", "-c", _DIALER, f"/run/tie/app/{name}.sock", word, str(count), check=check,
+        )  # fmt: skip
+
+    try:
+        yield dialed
+    finally:
+        machine.run("systemctl", "stop", f"{name}.socket", f"{name}@*.service")
+
+
+@pytest.fixture(scope="session")
+def in_the_apps_place() -> Callable[..., Any]:
+    """`_in_the_apps_place`, for the tests."""
+    return _in_the_apps_place
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ find /etc /opt /usr/local /var/lib /var/tmp /run /tmp /dev/shm -xdev ! -path '{R
   | grep -Ev '{_NOT_OURS}' | sed -E 's/(systemd-private-[0-9a-f]+-.*service)-[^/ ]+/\\1/' | sort
 """
 _UNITS = """
-systemctl list-units --all --plain --no-legend | awk '{print $1, $3}' | grep -E '^(tie|cb_|gpuh)' | grep -v -e slice -e tie-test
+systemctl list-units --all --plain --no-legend | awk '{print $1, $3}' \\
+  | grep -E '^(tie|cb_|gpuh)' | grep -v -e slice -e tie-test || true
 """
 _ACCOUNTS = "getent passwd | cut -d: -f1; getent group | cut -d: -f1"
 _SOCKETS = "ss -xlHn | awk '{print $5}' | grep -v systemd; ss -tlHn | awk '{print $4}'"
@@ -41,9 +42,12 @@ def listed(machine, what: str) -> set[str]:
 def state(machine) -> dict[str, set[str]]:
     """Everything by which a machine would show that a node is, or was, there."""
     return {
-        "files": listed(machine, _FILES), "accounts": listed(machine, _ACCOUNTS), "units": listed(machine, _UNITS + "true"),
-        "processes": processes(machine), "sockets": listed(machine, _SOCKETS),
-    }  # fmt: skip
+        "files": listed(machine, _FILES),
+        "accounts": listed(machine, _ACCOUNTS),
+        "units": listed(machine, _UNITS),
+        "processes": processes(machine),
+        "sockets": listed(machine, _SOCKETS),
+    }
 
 
 def processes(machine) -> set[str]:

@@ -5,15 +5,12 @@ or attempts what the word says, and stays until the other side closes.
 """
 
 import json
-import re
 import signal
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.system
 
-ROOT = Path(__file__).parents[2]
 _PROBER = r"""#!/opt/tie/bin/python
 import ctypes, json, os, socket, sys
 
@@ -62,46 +59,13 @@ connection.sendall(answer.encode())
 connection.shutdown(socket.SHUT_WR)
 connection.recv(1)
 """
-_DIALER = r"""
-import json, socket, sys
-path, word, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
-connections = [socket.socket(socket.AF_UNIX) for _ in range(count)]
-answers = []
-for connection in connections:
-    connection.settimeout(30)
-    connection.connect(path)
-    connection.sendall(word.encode())
-for connection in connections:
-    answer = b""
-    while chunk := connection.recv(65536):
-        answer += chunk
-    answers.append(answer.decode())
-print(json.dumps(answers))
-"""
 
 
 @pytest.fixture(scope="module")
-def dial(machine):
+def dial(machine, in_the_apps_place):
     """Talks to probers in tie-cloud-app@'s place: the answers to `word` of `count` that live at the same time."""
-    units = machine.path("/etc/systemd/system")
-    service = (ROOT / "systemd/tie-cloud-app@.service").read_text()
-    socket_unit = (ROOT / "systemd/tie-cloud-app.socket").read_text()
-    (units / "prober@.service").write_text(re.sub(r"(?m)^ExecStart=.*$", "ExecStart=/opt/tie/bin/prober", service))
-    (units / "prober.socket").write_text(socket_unit.replace("app.sock", "prober.sock"))
-    prober = machine.path("/opt/tie/bin/prober")
-    prober.write_text(_PROBER)
-    prober.chmod(0o755)
-    machine.run("systemctl", "daemon-reload")
-    machine.run("systemctl", "start", "prober.socket")
-
-    def dialed(word: str, count: int = 1, groups: str = "tie-edge-app", *, check: bool = True):
-        return machine.run(
-            "setpriv", "--reuid=tie-cloudboard", "--regid=tie-cloudboard", f"--groups={groups}", "--",
-            "/opt/tie/bin/python", "-c", _DIALER, "/run/tie/app/prober.sock", word, str(count), check=check,
-        )  # fmt: skip
-
-    yield dialed
-    machine.run("systemctl", "stop", "prober.socket")
+    with in_the_apps_place(machine, "prober", _PROBER) as dialed:
+        yield dialed
 
 
 @pytest.fixture(scope="module")

@@ -144,7 +144,7 @@ def shared(name: str) -> Path:
     """
     checkout = Path(tie.__file__).parents[1] / name
     installed = Path(sys.prefix) / SHARE / name
-    for path in (checkout, installed):
+    for path in (installed, checkout):
         if path.exists():
             return path
     raise ConfigError(f"this installation lacks {name}", hint="install the project's wheel, or use a checkout")
@@ -180,6 +180,24 @@ def read(source: Source) -> bytes:
             f"{source.file} has been changed since pip installed it", hint="make the environment anew: delete .venv"
         )
     return content
+
+
+def record(sources: Iterable[Source]) -> tuple[PurePosixPath, bytes]:
+    """A distribution's RECORD for a tree that has just these files, so that it can be installed from in its turn.
+
+    Not the one that pip wrote: that lists scripts, which name the environment that they were made in.
+    """
+    lines = []
+    place = PurePosixPath()
+    for source in sorted(sources, key=lambda source: source.path):
+        if source.path.name == "METADATA" and source.path.parent.suffix == ".dist-info":
+            place = source.path.with_name("RECORD")
+        content = read(source)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        inside = source.path.parts[0] == _SITE.name
+        path = PurePosixPath(*source.path.parts[1:]) if inside else PurePosixPath("../../..") / source.path
+        lines.append(f'"{path}",sha256={digest},{len(content)}\n')
+    return place, "".join(lines).encode()
 
 
 def scripts(distribution: Distribution) -> dict[str, str]:

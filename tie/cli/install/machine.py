@@ -96,8 +96,8 @@ class Machine:
         where = () if self.root == Path("/") else (f"--root={self.root}",)
         return self.run("systemctl", *where, *arguments)
 
-    def run(self, *argv: str) -> str:
-        """Runs a program and returns its output.
+    def run(self, *argv: str, stdin: str = "") -> str:
+        """Runs a program with a text to read and returns its output.
 
         Raises:
             ConfigError: it is not there, does not end, or fails; the message has its last words.
@@ -105,9 +105,7 @@ class Machine:
         if shutil.which(argv[0]) is None:
             raise ConfigError(f"{argv[0]} is not installed", hint="apt-get install systemd passwd")
         try:
-            done = subprocess.run(
-                argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_COMMAND_S, check=False
-            )
+            done = subprocess.run(argv, capture_output=True, text=True, input=stdin, timeout=_COMMAND_S, check=False)
         except subprocess.TimeoutExpired:
             raise ConfigError(f"`{' '.join(argv)}` did not end within {_COMMAND_S:g} s") from None
         if done.returncode != 0:

@@ -93,7 +93,8 @@ class _Recipe:
         except importlib.metadata.PackageNotFoundError:
             hint = f"pip install --no-deps {_TRITON}==0.7.0, or ./run setup"
             raise ConfigError("the Triton server is not installed here", hint=hint) from None
-        sources = [source for item in chosen for source in distributions.sources(item)]
+        parts = [list(distributions.sources(item)) for item in chosen]
+        sources = [source for part in parts for source in part]
         project = next(item for item in chosen if distributions.canonical(item.name) == distributions.PROJECT)
         named = hashlib.sha256(f"{PREFIX} {machine.python}".encode())
         for source in sorted(sources, key=lambda source: source.path):
@@ -104,7 +105,8 @@ class _Recipe:
         def lay(directory: Path) -> None:
             scripts = distributions.scripts(project)
             inside = directory / _TREE
-            tree.build(inside, sources, scripts, prefix=PREFIX, python=machine.python)
+            records = dict(distributions.record(part) for part in parts)
+            tree.build(inside, sources, scripts, records=records, prefix=PREFIX, python=machine.python)
             tree.compile_bytecode(inside, PREFIX)
             (directory / _HASH).write_text(tree.settle(inside) + "\n")
             directory.chmod(0o755)

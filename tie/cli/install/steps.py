@@ -149,11 +149,15 @@ class Folder:
             fresh.rename(path)
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
+            self._remove_made()
             raise
 
     def undo(self) -> None:
         """Removes it."""
         shutil.rmtree(self.machine.at(self.place), ignore_errors=True)
+        self._remove_made()
+
+    def _remove_made(self) -> None:
         for folder in reversed(self._made):
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -173,7 +177,7 @@ class Accounts:
         """Lets systemd-sysusers make those that are missing."""
         self._before = names(self.machine)
         where = () if self.machine.root == Path("/") else (f"--root={self.machine.root}",)
-        self.machine.run("systemd-sysusers", *where, str(self.machine.at(SYSUSERS)) if not where else str(SYSUSERS))
+        self.machine.run("systemd-sysusers", *where, "-", stdin=self.machine.at(SYSUSERS).read_text())
 
     def undo(self) -> None:
         """Removes those that were not there before."""

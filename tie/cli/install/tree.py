@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -30,7 +30,13 @@ def library(python: Path) -> PurePosixPath:
 
 
 def build(
-    directory: Path, sources: Iterable[Source], scripts: dict[str, str], *, prefix: PurePosixPath, python: Path
+    directory: Path,
+    sources: Iterable[Source],
+    scripts: dict[str, str],
+    *,
+    records: Mapping[PurePosixPath, bytes],
+    prefix: PurePosixPath,
+    python: Path,
 ) -> None:
     """Lays an environment out in `directory`, which must not exist.
 
@@ -38,6 +44,7 @@ def build(
         directory: where; it disappears again when something fails.
         sources: its files.
         scripts: console scripts: name → "module:function".
+        records: RECORD of each distribution.
         prefix: where the tree will be looked at, which scripts and bytecode name.
         python: the interpreter that runs it, as the machine sees it.
 
@@ -47,9 +54,10 @@ def build(
     """
     directory.mkdir(parents=True)
     try:
+        for path, content in records.items():
+            _write(directory / _inside(path, python), content)
         for source in sources:
-            path = source.path
-            inside = library(python).joinpath(*path.parts[1:]) if path.parts[0] == _SITE else path
+            inside = _inside(source.path, python)
             _write(directory / inside, distributions.read(source))
             if source.file.stat().st_mode & stat.S_IXUSR:
                 (directory / inside).chmod(0o755)
@@ -153,6 +161,10 @@ def _walk(directory: Path) -> Iterator[Path]:
         yield entry
         if entry.is_dir() and not entry.is_symlink():
             yield from _walk(entry)
+
+
+def _inside(path: PurePosixPath, python: Path) -> PurePosixPath:
+    return library(python).joinpath(*path.parts[1:]) if path.parts[0] == _SITE else path
 
 
 def _write(path: Path, content: bytes) -> None:

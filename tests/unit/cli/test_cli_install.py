@@ -1,0 +1,274 @@
+"""Installing: what a tree is made of, steps that are taken back, and an image that is installed into."""
+
+import base64
+import hashlib
+import os
+import stat
+import sys
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from tie.cli.install import distributions, plan, removal, steps, tree
+from tie.cli.install.checks import installed
+from tie.cli.install.distributions import Source
+from tie.cli.install.machine import CONFIG, PREFIX, UNITS, Machine
+from tie.cli.install.steps import Folder, Link, WriteFiles, carry_out
+from tie.daemon.errors import ConfigError
+
+PYTHON = Path(f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}")
+
+
+def _quietly(text: str) -> None:
+    del text
+
+
+def everything(folder: Path) -> dict[str, bytes | str]:
+    return {
+        path.relative_to(folder).as_posix(): str(path.readlink()) if path.is_symlink() else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+# ---- distributions ---------------------------------------------------------------------------------------------------
+
+
+def test_a_node_gets_what_it_needs_and_nothing_of_the_tests():
+    names = {item.name.lower() for item in distributions.closure(["tie-inference[node]"])}
+    assert {"grpcio", "tritonclient", "cryptography", "msgspec", "supervisor", "numpy", "packaging"} <= names
+    assert not names & {"pytest", "mypy", "ruff", "torch", "transformers", "hypothesis", "grpcio-tools"}
+
+
+def test_what_is_not_installed_is_named():
+    with pytest.raises(ConfigError, match="no-such-distribution"):
+        distributions.closure(["no-such-distribution"])
+
+
+def test_another_version_than_the_locked_one_is_refused(tmp_path):
+    lock = tmp_path / "requirements.lock"
+    lock.write_text("click==0.0.1\n")
+    with pytest.raises(ConfigError, match=r"click .* \(locked: 0\.0\.1\)"):
+        distributions.check_lock([metadata.distribution("click")], lock)
+
+
+def _distribution(folder: Path, *records: str) -> metadata.Distribution:
+    info = folder / "thing-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: thing\nVersion: 1\n")
+    (info / "RECORD").write_text("".join(f"{line}\n" for line in records))
+    return metadata.Distribution.at(info)
+
+
+def test_a_file_that_was_changed_since_pip_installed_it_is_refused(tmp_path):
+    content = b"x = 1\n"
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    (tmp_path / "thing.py").write_bytes(content)
+    made = _distribution(tmp_path, f"thing.py,sha256={digest},6", "__pycache__/thing.pyc,,", "../../../bin/thing,,")
+    (source,) = distributions.sources(made)
+    assert source.path == PurePosixPath("site-packages/thing.py")
+    assert distributions.read(source) == content
+    (tmp_path / "thing.py").write_bytes(b"x = 2\n")
+    with pytest.raises(ConfigError, match="has been changed"):
+        distributions.read(source)
+
+
+# ---- trees -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sources(tmp_path) -> list[Source]:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "one.py").write_text("KINDS = {'a', 'b', 'c', 'd'}\n\ndef is_kind(x):\n    return x in {'e', 'f', 'g'}\n")
+    (folder / "tool").write_text("#!/bin/sh\n")
+    (folder / "tool").chmod(0o700)
+    return [
+        Source(PurePosixPath("site-packages/one.py"), folder / "one.py", ""),
+        Source(PurePosixPath("share/tie/tool"), folder / "tool", ""),
+    ]
+
+
+def _lay(folder: Path, sources: list[Source]) -> str:
+    tree.build(folder, sources, {"one": "one:is_kind"}, records={}, prefix=PREFIX, python=PYTHON)
+    tree.compile_bytecode(folder, PREFIX)
+    return tree.settle(folder)
+
+
+def test_the_same_files_give_the_same_tree_and_the_same_archive_to_the_bit(tmp_path, sources):
+    first = _lay(tmp_path / "first", sources)
+    old = os.umask(0o077)
+    try:
+        second = _lay(tmp_path / "second", sources[::-1])
+    finally:
+        os.umask(old)
+    assert first == second
+    archives = [tree.archive(tmp_path / name, tmp_path / f"{name}.tar") for name in ("first", "second")]
+    assert archives[0] == archives[1]
+    assert list((tmp_path / "first").rglob("*.pyc"))
+
+
+@pytest.mark.parametrize("change", ["content", "mode", "name", "link"])
+def test_whatever_changes_in_a_tree_changes_its_hash(tmp_path, sources, change):
+    folder = tmp_path / "tree"
+    before = _lay(folder, sources)
+    module = next(folder.rglob("one.py"))
+    match change:
+        case "content":
+            module.write_text(module.read_text() + "#")
+        case "mode":
+            module.chmod(0o755)
+        case "name":
+            module.rename(module.with_name("two.py"))
+        case "link":
+            (folder / "bin/python").unlink()
+            (folder / "bin/python").symlink_to("/usr/bin/true")
+    assert tree.digest(folder) != before
+
+
+def test_a_tree_is_laid_out_as_an_environment_that_nobody_can_write(tmp_path, sources):
+    folder = tmp_path / "tree"
+    _lay(folder, sources)
+    assert (folder / "bin/one").read_text().startswith(f"#!{PREFIX}/bin/python -P\n")
+    assert (folder / "bin/python").readlink() == PYTHON
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            assert stat.S_IMODE(path.stat().st_mode) in (0o644, 0o755)
+            assert path.stat().st_mtime == tree.EPOCH
+
+
+def test_what_cannot_be_read_leaves_no_tree(tmp_path, sources):
+    missing = Source(PurePosixPath("site-packages/gone.py"), tmp_path / "gone.py", "")
+    with pytest.raises(ConfigError, match="cannot read"):
+        _lay(tmp_path / "tree", [*sources, missing])
+    assert not (tmp_path / "tree").exists()
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+class _Fails:
+    says = "what fails"
+
+    def do(self) -> None:
+        raise ConfigError("on purpose")
+
+    def undo(self) -> None:
+        raise AssertionError("it was never done")
+
+
+def test_whatever_fails_is_taken_back(tmp_path):
+    machine = Machine(tmp_path)
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/kept").write_text("old")
+    (tmp_path / "link").symlink_to("before")
+    before = everything(tmp_path)
+    folders = {path for path in tmp_path.rglob("*") if path.is_dir()}
+    wanted = [
+        Folder(machine, "", PurePosixPath("/opt/some/tree"), lambda folder: folder.mkdir()),
+        WriteFiles(machine, "", {PurePosixPath("/etc/kept"): b"new", PurePosixPath("/usr/new/file"): b"x"}),
+        WriteFiles(machine, "", {PurePosixPath("/etc/kept"): None}),
+        Link(machine, "", PurePosixPath("/link"), PurePosixPath("after")),
+        Link(machine, "", PurePosixPath("/other/link"), PurePosixPath("after")),
+        _Fails(),
+    ]
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="on purpose"):
+        carry_out(wanted, said.append)
+    assert everything(tmp_path) == before
+    assert {path for path in tmp_path.rglob("*") if path.is_dir()} == folders
+    assert sum(line.startswith("taking back") for line in said) == len(wanted) - 1
+
+
+def test_a_folder_that_cannot_be_made_whole_does_not_appear(tmp_path):
+    def half(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "part").write_text("x")
+        raise ConfigError("on purpose")
+
+    with pytest.raises(ConfigError):
+        Folder(Machine(tmp_path), "", PurePosixPath("/opt/tree"), half).do()
+    assert list(tmp_path.rglob("*")) == []
+
+
+# ---- an image --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def image(tmp_path, monkeypatch, sources) -> Machine:
+    """A machine's image with just enough in it, and an environment of one module to install from."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root: it makes accounts in an image")
+    root = tmp_path / "image"
+    for folder in ("etc", "usr/bin", "usr/lib/systemd", "usr/lib/x86_64-linux-gnu", "usr/local/bin"):
+        (root / folder).mkdir(parents=True)
+    (root / "usr/lib/systemd/systemd").write_text("")
+    (root / PYTHON.relative_to("/")).write_text("")
+    (root / f"usr/lib/x86_64-linux-gnu/lib{PYTHON.name}.so.1.0").write_text("")
+    (root / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\n")
+    (root / "etc/group").write_text("root:x:0:\n")
+    shared = [
+        source
+        for source in distributions.sources(metadata.distribution("tie-inference"))
+        if "share" in source.path.parts
+    ]
+    monkeypatch.setattr(distributions, "sources", lambda item: [*sources, *shared] if item.name == "click" else [])
+    monkeypatch.setattr(distributions, "record", lambda _: (PurePosixPath("site-packages/RECORD"), b""))
+    return Machine(root)
+
+
+def test_an_image_gets_a_node_once_and_loses_all_of_it_again(image):
+    before = everything(image.root)
+    image.check()
+    carry_out(plan.steps(image, plan.Wish(gpu=True)), _quietly)
+    assert (image.at(UNITS) / "tie.target").is_file()
+    assert (image.at(UNITS) / "gpuhealthd.service.d/50-gpu.conf").is_file()
+    assert (image.root / "etc/systemd/system/multi-user.target.wants/tie.target").is_symlink()
+    assert {"tie-runtime", "tie-edge-owner"} <= steps.names(image)
+    assert plan.steps(image, plan.Wish()) == []
+    assert [step.says for step in plan.steps(image, plan.Wish(gpu=False))] == [
+        "3 files of systemd below /usr/local/lib"
+    ]
+    found = {check.name: check.level for check in installed(image)}
+    assert (found["installation"], found["units"], found["accounts"], found["model"]) == ("ok", "ok", "ok", "missing")
+    for step in removal.steps(image, purge=False):
+        step.do()
+    left = everything(image.root)
+    assert {name: left[name] for name in before if not name.startswith("etc/")} == {
+        name: content for name, content in before.items() if not name.startswith("etc/")
+    }
+    assert steps.names(image) == {"root"}
+    assert not image.at(CONFIG).exists()
+    assert removal.steps(image, purge=True) == []
+
+
+def test_an_installation_that_fails_at_its_end_leaves_the_image_as_it_was(image):
+    before = everything(image.root)
+    with pytest.raises(ConfigError, match="on purpose"):
+        carry_out([*plan.steps(image, plan.Wish()), _Fails()], _quietly)
+    after = everything(image.root)
+    assert {name for name in after if not name.startswith("etc/") or "tie" in name} == {
+        name for name in before if not name.startswith("etc/")
+    }
+    assert steps.names(image) == {"root"}
+
+
+def test_an_edited_configuration_is_an_operators(image):
+    carry_out(plan.steps(image, plan.Wish()), _quietly)
+    image.at(CONFIG).write_text("node_id = 'mine'\n")
+    assert plan.steps(image, plan.Wish()) == []
+    for step in removal.steps(image, purge=False):
+        step.do()
+    assert image.at(CONFIG).read_text() == "node_id = 'mine'\n"
+    assert CONFIG in removal.kept(image, purge=False)
+    for step in removal.steps(image, purge=True):
+        step.do()
+    assert not image.at(CONFIG).exists()
+
+
+@pytest.mark.parametrize("lacks", ["usr/lib/systemd/systemd", str(PYTHON.relative_to("/"))])
+def test_a_machine_that_a_node_cannot_run_on_is_refused(image, lacks):
+    (image.root / lacks).unlink()
+    with pytest.raises(ConfigError, match="there is no"):
+        image.check()
