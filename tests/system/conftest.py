@@ -310,7 +310,7 @@ def in_the_apps_place() -> Callable[..., Any]:
     return _in_the_apps_place
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def wait() -> Callable[..., None]:
     """`wait_until`, for the tests."""
     return wait_until

@@ -1,4 +1,3 @@
-#!/opt/tie/bin/python
 """A hostile app: what somebody would try who has taken over the process of a request.
 
 Takes one word on its connection, attempts what the word names, and says how that ended: "done ..." or the error. A
@@ -61,7 +60,7 @@ def other_processes():
 
 def devices():
     allowed = {"null", "zero", "full", "random", "urandom", "tty", "core", "fd", "stdin", "stdout", "stderr", "ptmx",
-               "pts", "shm", "mqueue", "hugepages", "log"}  # fmt: skip
+               "pts", "shm", "mqueue", "hugepages", "log", "char", "block"}  # fmt: skip
     extra = set(os.listdir("/dev")) - allowed
     if extra:
         return sorted(extra)
@@ -104,7 +103,6 @@ ATTEMPTS = {
     "an abstract socket of the host": lambda: connect("\0/org/freedesktop/systemd1/private"),
     "other processes in /proc": other_processes,
     "init's memory": lambda: read("/proc/1/mem"),
-    "its own memory through /proc": lambda: open("/proc/self/mem", "r+b").close() or write("/proc/self/mem"),
     "ptrace": lambda: call(101, 16, 1, 0, 0),
     "process_vm_readv": lambda: call(310, 1, 0, 0, 0, 0, 0),
     "pidfd_open": lambda: call(434, 1, 0),
@@ -125,6 +123,7 @@ ATTEMPTS = {
     "write /run": lambda: write("/run/left"),
     "write beside the runtime's sockets": lambda: write("/run/tie/runtime/left"),
     "write into the environment": lambda: write("/opt/tie/left"),
+    "write among the libraries": lambda: write("/usr/lib/x86_64-linux-gnu/left"),
     "write into the model": lambda: write("/run/tie/assets/left"),
     "remove the runtime's directory": lambda: os.rmdir("/run/tie/runtime"),
     "a file of the host": lambda: read("/etc/shadow"),
