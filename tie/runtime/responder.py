@@ -1,8 +1,8 @@
 """Sends events to Triton from one thread, so that neither a slow server nor a slow client holds up a step.
 
 Each response costs the processor as much as some layers of a small model, here, in the server and at the client. So
-there are only so many a second: each stream has its share of `_RESPONSES_PER_S`, and the tokens of a choice that gather
-meanwhile go out together. A stream's first tokens and its end never wait.
+there are only so many a second: each stream that speaks has its share of `_RESPONSES_PER_S`, and the tokens of a choice
+that gather meanwhile go out together. A stream's first tokens and its end never wait.
 
 The last response of every stream carries the FINAL flag, whatever happened before: without it Triton keeps the request
 for ever. Whether a client has gone is a question to Triton, which the step thread should not pay for: it is asked here,
@@ -120,7 +120,7 @@ class Responder:
         with contextlib.suppress(queue.Empty):
             stream = self._ready.get(timeout=self._idle_s())
             while stream is not None:
-                self._shares.add(stream, time.monotonic(), len(self._streams))
+                self._shares.add(stream, time.monotonic())
                 stream = self._ready.get_nowait()
             return True
         return False
