@@ -196,12 +196,14 @@ class Probe:
                 await asyncio.sleep(wait)
 
     async def _fly(self, client: TritonClient, token: int) -> CanaryResult:
-        before, deadline = self._engine.steps, self._config.probe.canary_deadline_s
+        began, deadline = time.monotonic(), self._config.probe.canary_deadline_s
         result = await fly(client, token, deadline_s=deadline)
         if result.error == TIMEOUT:
+            flown = time.monotonic() - began
             with suppress(PeerError):
                 self._engine = (await self._ask(status=engine_pb2.StatusRequest(), timeout=deadline)).status
-                result = replace(result, progress=self._engine.steps > before)
+                # The answer is younger than the question: a step that is no older than the flight was within it.
+                result = replace(result, progress=self._engine.last_step_age_s < flown)
         if result.error:
             log.event("canary.failed", reason="canary-late" if result.late else result.error)
         return result
