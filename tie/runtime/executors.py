@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from tie.bones.arena import byte_views, tensor_views
 from tie.bones.batch import Batch
 from tie.bones.config import ModelConfig
-from tie.bones.layouts import NATIVE_PREFIX, layout_id
+from tie.bones.layouts import NATIVE_PREFIX
 from tie.daemon.config import RuntimeConfig
 from tie.daemon.errors import ConfigError
 from tie.runtime.owner_client import Weights
@@ -42,17 +42,6 @@ class Executor(Protocol):
     def forward(self, batch: Batch) -> Any:
         """Float32 logits, an array or a tensor on the CPU, `[sum of the slices' logits, vocab]`."""
         ...
-
-
-def layout_for(runtime: RuntimeConfig) -> str:
-    """The layout to ask the owner for."""
-    return layout_id(
-        runtime.executor,
-        device=runtime.device,
-        dtype=runtime.dtype,
-        weights=runtime.weights,
-        block_tokens=runtime.block_tokens,
-    )
 
 
 def make_executor(runtime: RuntimeConfig, model: ModelConfig, weights: Weights, layout: str) -> Executor:

@@ -18,11 +18,12 @@ from tie.bones.config import ModelConfig
 from tie.daemon import log
 from tie.daemon.config import NodeConfig, RuntimeConfig
 from tie.daemon.errors import ConfigError, PeerError, RefusedError
+from tie.daemon.layout import layout_for
 from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.control_server import ControlServer
 from tie.runtime.engine import Engine
-from tie.runtime.executors import Executor, layout_for, make_executor
+from tie.runtime.executors import Executor, make_executor
 from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.jobs import Job, Sink
 from tie.runtime.kv_blocks import Format, Kept
