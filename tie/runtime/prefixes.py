@@ -26,7 +26,8 @@ from tie.assets.manifest import Manifest
 from tie.daemon import log
 from tie.daemon.errors import TieError
 from tie.runtime.kv_blocks import BlockMemory, Format, Kept
-from tie.runtime.prefix_pool import Place, PoolClient, PoolMemory, PoolRefusedError, close_all
+from tie.runtime.owner_channel import OwnerRefusedError, close_all
+from tie.runtime.prefix_pool import Place, PoolClient, PoolMemory
 from tie.runtime.prefix_restore import Expected, metadata_of, restore
 from tie.runtime.prefix_trie import Identity, PrefixTrie
 
@@ -171,7 +172,7 @@ class Prefixes:
             self._fill(filling, prompt, compute)
             if len(filling.digests) == len(self.trie):
                 self._seal(filling)
-        except PoolRefusedError as error:
+        except OwnerRefusedError as error:
             self._give_up(State.OFF if error.code in _NO_ROOM else State.COLD)
             log.event("prefix.refused", code=error.code)
             if self._state is State.COLD:
