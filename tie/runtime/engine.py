@@ -36,7 +36,7 @@ from tie.runtime.request import Bounds, Request
 from tie.runtime.scheduler import Limits, Scheduler
 from tie.runtime.sequence import Sequence
 from tie.runtime.speculation import Speculation
-from tie.runtime.step_executor import StepExecutor
+from tie.runtime.step_executor import Executor
 
 _POLL_S = 0.02  # how often deadlines are looked at while there is nothing to compute but somebody waits
 _IDLE_S = 1.0
@@ -76,7 +76,7 @@ class Engine:
 
     def __init__(
         self,
-        executor: StepExecutor,
+        executor: Executor,
         pool: BlockPool,
         limits: Limits,
         bounds: Bounds,

@@ -9,24 +9,11 @@ by the trie alone, which no request can change.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tie.runtime.blocks import BlockPool
+from tie.runtime.kv_blocks import BlockMemory
+from tie.runtime.prefix_pool import PoolMemory
 from tie.runtime.prefix_trie import PrefixTrie
-
-
-class Source(Protocol):
-    """Where blocks are loaded from."""
-
-    def block(self, number: int) -> memoryview:
-        """The bytes of a node's block."""
-
-
-class BlockMemory(Protocol):
-    """What loading needs of an executor."""
-
-    def block_view(self, block: int) -> memoryview:
-        """The bytes of one block, in place and writable."""
 
 
 @dataclass(slots=True)
@@ -60,7 +47,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.statistics = Statistics()
-        self._opened: tuple[PrefixTrie, Source, BlockMemory] | None = None
+        self._opened: tuple[PrefixTrie, PoolMemory, BlockMemory] | None = None
         self._places: dict[int, int] = {}  # node → block
         self._loaded: set[int] = set()  # nodes whose bytes are at their place
 
@@ -69,7 +56,7 @@ class PrefixCache:
         """How many blocks of the pool are in the paged KV."""
         return len(self._loaded)
 
-    def open(self, trie: PrefixTrie, source: Source, memory: BlockMemory) -> None:
+    def open(self, trie: PrefixTrie, source: PoolMemory, memory: BlockMemory) -> None:
         """From here on prompts match `trie`, and blocks are loaded from `source` into `memory`. Once, on any thread."""
         self._opened = trie, source, memory
 

@@ -23,7 +23,7 @@ from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.control_server import ControlServer
 from tie.runtime.engine import Engine
-from tie.runtime.executors import Executor, make_executor
+from tie.runtime.executors import make_executor
 from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.jobs import Job, Sink
 from tie.runtime.kv_blocks import Format, Kept
@@ -36,6 +36,7 @@ from tie.runtime.prefix_pool import Place
 from tie.runtime.prefixes import Prefixes, WarmError
 from tie.runtime.request import Bounds, Request, RequestRefusedError, check
 from tie.runtime.scheduler import Limits
+from tie.runtime.step_executor import Executor
 
 _WARM_S: Final = 120.0
 
