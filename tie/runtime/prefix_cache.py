@@ -34,7 +34,9 @@ class Statistics:
 
 
 class PrefixCache:
-    """The hot blocks. The step thread's own, save for `open`. Before that nothing matches.
+    """The hot blocks. The step thread's own, save for `open`; any thread may read `hot` and `statistics`.
+
+    Before it is open nothing matches.
 
     Args:
         pool: of the paged KV's blocks.

@@ -118,10 +118,10 @@ class RuntimeService:
         return self.engine.submit(request, sink, restoring=restoring, keep=keep)
 
     def close(self, *, drain_s: float) -> None:
-        """Drains for at most `drain_s` seconds and ends the engine; the sockets go last: they are the death notice."""
+        """Drains for at most `drain_s` seconds and ends the engine; kv.sock goes last: that is the death notice."""
         self.engine.drain(drain_s)
         idle = threading.Event()
-        # The drain's own deadline cancels what is left; one more second for that.
+        # At the drain's own deadline what is left fails; one more second for that.
         for _ in range(int((drain_s + 1) / 0.02)):
             status = self.engine.status()
             if status.running + status.waiting == 0:
