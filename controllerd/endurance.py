@@ -101,6 +101,6 @@ class Endurance:
         return True
 
     def begin_anew(self) -> None:
-        """Lasting peace, or an operator's wish: all counts begin again."""
+        """Lasting peace, or an operator's wish: all counts begin again, and no former loss delays a return."""
         self._spent, self._owner_asked, self.given_up = 0, False, False
-        self._away_since = None
+        self._away_since, self._hold_s = None, 0.0

@@ -138,6 +138,18 @@ def test_a_loss_after_long_peace_is_forgiven_at_once() -> None:
     assert endurance.steady(75.0, ready=True)
 
 
+def test_a_withdrawal_after_long_peace_is_not_paid_for_earlier_losses() -> None:
+    endurance = Endurance(4, 1e9)
+    for now in (0.0, 1.0, 3.0):
+        endurance.available(now)
+        endurance.lost(now + 0.5)
+    endurance.available(10.0)
+    assert not endurance.watch(10.0 + SOON_S, available=True, excused=False)
+    endurance.withdrawn()
+    assert not endurance.steady(1010.0, ready=False)
+    assert endurance.steady(1020.0, ready=True)
+
+
 def test_gates_that_hold_by_fits_and_starts_do_not_hold() -> None:
     endurance = Endurance(4, 1e9)
     for now in (0.0, 10.0):
