@@ -29,7 +29,7 @@ class Warm:
 
 @dataclass(frozen=True, slots=True)
 class EndOwner:
-    """The model owner is to be asked to end: it starts anew, and with it the runtime."""
+    """The model owner is to be asked to end: it starts anew, and with it the runtime. Then `Mind.owner_asked`."""
 
 
 Command = Tell | Warm | EndOwner
@@ -139,6 +139,12 @@ class Mind:
         if done:
             self.memory = replace(self.memory, warmed_instance=instance)
 
+    def owner_asked(self, *, heard: bool) -> None:
+        """What became of `EndOwner`; where the owner has not heard, the next recycle for an error asks again."""
+        if heard:
+            self.endurance.owner_asked()
+            self._tell(Happening("owner", "asked-to-end", more=self.readiness.reasons))
+
     # ---- the look ----
 
     def look(self, now: float, facts: Facts) -> list[Command]:
@@ -189,7 +195,6 @@ class Mind:
             if self.endurance.climb() == "give-up":
                 self._tell(Happening("given-up", "recycles-in-vain", more=self.readiness.reasons))
                 return False
-            self._tell(Happening("owner", "asked-to-end", more=self.readiness.reasons))
             commands.append(EndOwner())
         self.endurance.tried()
         return True
