@@ -109,9 +109,8 @@ class Mind:
     # ---- wishes, and what became of commands ----
 
     def request_recycle(self, now: float, reason: str, drain_s: float | None = None) -> RecycleRecord:
-        """Starts a recycle, or joins the one that is under way."""
-        if reason != triggers.ERROR:
-            self.endurance.begin_anew()
+        """Starts a recycle that somebody asks for, or joins the one under way; all counts begin anew."""
+        self.endurance.begin_anew()
         if not self.moving or self.recycle is None:
             self._begin(now, Event.RECYCLE, reason, drain_s)
         assert self.recycle is not None  # noqa: S101 (set by every way into a moving state)
@@ -166,10 +165,11 @@ class Mind:
         return commands
 
     def _decide(self, now: float, facts: Facts, commands: list[Command]) -> None:
+        self._triggers.notice(facts)
         wanted = self._triggers.wanted(self.state, now - self.since, facts, self.memory, now)
         steady = self.endurance.steady(now, ready=self.readiness.ready)
         if wanted is not None and self._may(wanted, commands):
-            self._triggers.began(now, wanted)
+            self._triggers.began(now, wanted, facts)
             self._begin(now, Event.RECYCLE, wanted, None)
         elif self.readiness.ready:
             if steady:
