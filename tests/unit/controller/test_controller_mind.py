@@ -296,13 +296,14 @@ def test_a_summary_is_whole_reasons_and_not_too_long() -> None:
 
 def test_a_journal_is_read_again(tmp_path: Path) -> None:
     clock = iter(range(10, 1000)).__next__
-    journal = Journal(tmp_path / "events.json", clock)
+    journal = Journal(tmp_path / "events.json", clock, "boot")
     journal.add(Happening("state", "ready", "initializing", "available"))
     journal.add(Happening("given-up", "away-too-long", more=("probe-gone",) * 50))
-    again = Journal(tmp_path / "events.json", lambda: 500.0)
+    again = Journal(tmp_path / "events.json", lambda: 500.0, "boot")
     assert list(again.entries) == list(journal.entries)
     assert [entry.after for entry in again.transitions()] == ["available"]
-    assert list(Journal(tmp_path / "events.json", lambda: 5.0).entries) == []  # of another boot
+    assert list(Journal(tmp_path / "events.json", lambda: 5.0, "boot").entries) == []  # of the future
+    assert list(Journal(tmp_path / "events.json", lambda: 500.0, "later boot").entries) == []  # another clock
 
 
 def test_a_journal_has_an_end(tmp_path: Path) -> None:
@@ -319,9 +320,10 @@ def test_a_journal_without_a_disk_remembers_while_it_runs(tmp_path: Path) -> Non
 
 
 @given(
-    st.binary(max_size=300) | st.just(b'{"entries":[{"at":1,"wall":1,"kind":"state","code":"x","after":"nowhere"}]}')
+    st.binary(max_size=300)
+    | st.just(b'{"boot":"b","entries":[{"at":1,"wall":1,"kind":"state","code":"x","after":"nowhere"}]}')
 )
 def test_any_bytes_are_a_journal_or_none(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("j") / "events.json"
     path.write_bytes(data)
-    assert Journal(path, lambda: 10.0).transitions() == []
+    assert Journal(path, lambda: 10.0, "b").transitions() == []
