@@ -172,6 +172,8 @@ def test_a_confidential_node_needs_all_of_it(name: str, value: float | None) -> 
 def test_the_number_of_links_may_be_ordered() -> None:
     policy = Policy(expected_nvlinks=18)
     assert Daemon(policy=policy).gpu(nvlink_active=12.0).node.reasons == ("nvlink-down",)
+    for none in (Daemon(policy=policy).gpu(), Daemon(policy=policy).gpu(nvlink_active=None)):
+        assert (none.node.verdict, none.node.reasons) == (Verdict.UNAVAILABLE, ("nvlink-down",))
     assert Daemon(policy=policy).gpu(nvlink_active=18.0).node.verdict is Verdict.HEALTHY
 
 
