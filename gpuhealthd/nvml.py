@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpuhealthd.kernel_log import KernelLog, Xid
-from gpuhealthd.nvml_codes import NOT_MEASURED, TIMEOUT, UNKNOWN_CODE, fault_of
+from gpuhealthd.nvml_codes import INFOROM_CORRUPT, NOT_MEASURED, TIMEOUT, UNKNOWN_CODE, fault_of
 from gpuhealthd.nvml_device import DeviceLook, pynvml
 from gpuhealthd.snapshot import Device, Snapshot, label
 
@@ -74,11 +74,15 @@ class NvmlProvider:
         return Snapshot("nvml", taken, tuple(unique.values()), log_position=self._log.position)
 
     def _check_inforom(self, look: DeviceLook) -> None:
-        if look.id not in self._inforom:
-            self._inforom[look.id] = look.check_inforom()
-        fault = self._inforom[look.id]
-        if fault is not None:
-            look.fault(fault)
+        """Validates it once and remembers what it is; an answer that says nothing of it, a timeout, is asked again."""
+        if look.id in self._inforom:
+            known = self._inforom[look.id]
+            if known is not None:
+                look.fault(known)
+            return
+        fault = look.check_inforom()
+        if fault in {None, INFOROM_CORRUPT}:
+            self._inforom[look.id] = fault
 
     def _logged(self) -> dict[str, list[Xid]]:
         """New XIDs of the kernel's log by device id; by address for a GPU that NVML does not list."""

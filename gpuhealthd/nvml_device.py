@@ -61,10 +61,13 @@ class DeviceLook:
             self.pci = f"{pci.domain:x}:{pci.bus:x}:{pci.device:x}"
 
     def check_inforom(self) -> str | None:
-        """Validates the InfoROM: it reads flash memory, so once is enough. A fault, or None."""
-        before = set(self._faults)
-        self._call(pynvml.nvmlDeviceValidateInforom, self.handle)
-        return next(iter(set(self._faults) - before), None)
+        """Validates the InfoROM, which reads flash memory; the fault, which is noted, or None."""
+        try:
+            pynvml.nvmlDeviceValidateInforom(self.handle)
+        except pynvml.NVMLError as error:
+            self._note(error.value)
+            return fault_of(error.value)
+        return None
 
     def fault(self, code: str) -> None:
         """Notes a fault that was found elsewhere."""

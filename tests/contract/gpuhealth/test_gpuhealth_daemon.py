@@ -273,6 +273,26 @@ async def test_a_damaged_inforom_is_found_at_the_start_and_not_forgotten(make_da
         assert "inforom-corrupt" in (await daemon.next_look()).reasons
 
 
+@pytest.mark.parametrize("before", [{}, {"nvmlDeviceGetName": 10}])  # also where the same fault was seen already
+async def test_an_inforom_that_could_not_be_read_is_read_again(
+    make_daemon: Any, fake_driver: Path, before: dict[str, int]
+) -> None:
+    daemon = make_daemon(fake_driver)
+    daemon.play(before, nvmlDeviceValidateInforom=10)
+    await daemon.start()
+    await daemon.until_reason("nvml-timeout")
+    daemon.play()
+    await daemon.until_healthy()
+    daemon.play(nvmlDeviceValidateInforom=14)  # known by now: flash memory is not read again
+    assert (await daemon.next_look()).verdict == HEALTHY
+    await daemon.stop()
+    daemon.play(before, nvmlDeviceValidateInforom=10)
+    await daemon.start()
+    await daemon.until_reason("nvml-timeout")
+    daemon.play(nvmlDeviceValidateInforom=14)
+    await daemon.until_reason("inforom-corrupt")
+
+
 # ---- the kernel's log, and what outlives the daemon ----
 
 
