@@ -28,6 +28,11 @@ _FABRIC_SINCE: Final = 550  # older drivers crash on that call
 _UNION: Final = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 
 
+def unlisted_id(pci: str) -> str:
+    """The id of a GPU of which nothing but its address is known."""
+    return label(f"pci {pci}")
+
+
 class DeviceLook:
     """Collects what one GPU says.
 
@@ -90,6 +95,7 @@ class DeviceLook:
             xids=events,
             log_xids=tuple(xid.number for xid in logged),
             fatal_xids=tuple(xid.number for xid in logged if xid.fatal),
+            formerly=unlisted_id(self.pci) if self.pci else None,
         )
 
     def _thermal(self) -> None:

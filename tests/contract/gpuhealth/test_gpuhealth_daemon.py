@@ -323,6 +323,21 @@ async def test_a_gpu_that_only_the_kernel_knows_is_missing(gpu: Any) -> None:
         assert (await gpu.next_look()).verdict == UNAVAILABLE
 
 
+async def test_a_missing_gpu_that_is_listed_in_the_end_is_no_longer_missing(gpu: Any) -> None:
+    gpu.log(1, xid_line(31, bus="42"))
+    gpu.log(2, xid_line(62, bus="43"))
+    seen = await gpu.until(lambda verdict: len(verdict.devices) == 3)
+    assert {device.id for device in seen.devices} == {"GPU-1", "pci 0:42:0", "pci 0:43:0"}
+    gpu.play(count=2)
+    seen = await gpu.until(lambda verdict: len(verdict.devices) == 3 and verdict.devices[1].verdict == HEALTHY)
+    assert {device.id for device in seen.devices} == {"GPU-1", "GPU-2", "pci 0:43:0"}
+    await gpu.stop()
+    await gpu.start()
+    gpu.play(count=3)
+    seen = await gpu.until(lambda verdict: [list(device.reasons) for device in verdict.devices] == [[], [], ["xid-62"]])
+    assert {device.id for device in seen.devices} == {"GPU-1", "GPU-2", "GPU-3"}
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_restart_does_not_heal_a_gpu_and_a_reboot_does(gpu: Any, number: int) -> None:
     gpu.play(xid_number=1, xid=79)
