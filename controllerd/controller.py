@@ -225,11 +225,16 @@ class Controller:
             case "runtime":
                 log.event("runtime.seen", instance_id=happening.after)
             case "recycled":
-                log.event("recycle.finished", status=happening.code, instance_id=happening.after)
+                log.event(
+                    "recycle.finished",
+                    status=happening.code,
+                    instance_id=happening.after,
+                    elapsed_s=round(self.mind.recycle.elapsed_s(self.clock()), 3) if self.mind.recycle else None,
+                )
             case "given-up":
                 log.event("node.given-up", reason=reason, action="call-somebody")
             case "peer":
-                log.event("node.peer", reason=reason, peer=happening.after)
+                pass  # who watches the peer has said so, and what was wrong
             case "recycle":
                 log.event("node.recycle", reason=reason)
             case "gpu":

@@ -21,6 +21,7 @@ _MAX_BYTES: Final = 512 * 1024
 _MAX_CODES: Final = 12
 
 Code = Annotated[str, msgspec.Meta(max_length=64)]
+Id = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,8 +36,8 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wall: float
     kind: Code
     code: Code
-    before: Code = ""
-    after: Code = ""
+    before: Id = ""
+    after: Id = ""
     more: Annotated[tuple[Code, ...], msgspec.Meta(max_length=_MAX_CODES)] = ()
 
 

@@ -42,7 +42,7 @@ class Happening:
     Attributes:
         kind: "state", "recycle", "recycled", "runtime", "peer", "gpu", "owner", "given-up", "maintenance".
         code: a stable code: the reason, or what became of it.
-        before: and `after`: for a state, the two states' names; else what fits the kind.
+        before: and `after`: for a state, the two states' names; for runtimes their instances; else what fits the kind.
         more: further codes: all gates that do not hold.
     """
 
@@ -215,7 +215,7 @@ class Mind:
         if runtime is None or not runtime.instance_id:
             return
         if runtime.instance_id != self._instance:
-            self._tell(Happening("runtime", "seen", self._instance[:8], runtime.instance_id[:8]))
+            self._tell(Happening("runtime", "seen", self._instance, runtime.instance_id))
             self._instance = runtime.instance_id
             self._owner_of_instance = ""
             self.timer.start(now, runtime.uptime_s)
@@ -248,7 +248,7 @@ class Mind:
         self.recycle = RecycleRecord(reason, now, self._instance)
         self.recycles[reason] = self.recycles.get(reason, 0) + 1
         self.memory = replace(self.memory, overdue=False)
-        self._tell(Happening("recycle", reason, before=self._instance[:8], more=self.readiness.reasons))
+        self._tell(Happening("recycle", reason, before=self._instance, more=self.readiness.reasons))
         self._apply(now, event, reason)
         drain = self._deadlines.drain_s if drain_s is None else drain_s
         self.procedure = Procedure(self.recycle, drain, self._deadlines)
@@ -282,4 +282,4 @@ class Mind:
             recycle.new_instance = self._instance
             self.last_recycle_s = now - recycle.began
             self.memory = replace(self.memory, overdue=False)
-        self._tell(Happening("recycled", recycle.error or "ok", recycle.old_instance[:8], recycle.new_instance[:8]))
+        self._tell(Happening("recycled", recycle.error or "ok", recycle.old_instance, recycle.new_instance))

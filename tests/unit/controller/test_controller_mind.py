@@ -299,6 +299,7 @@ def test_a_journal_is_read_again(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "events.json", clock, "boot")
     journal.add(Happening("state", "ready", "initializing", "available"))
     journal.add(Happening("given-up", "away-too-long", more=("probe-gone",) * 50))
+    journal.add(Happening("runtime", "seen", "a" * 128, "b" * 128))
     again = Journal(tmp_path / "events.json", lambda: 500.0, "boot")
     assert list(again.entries) == list(journal.entries)
     assert [entry.after for entry in again.transitions()] == ["available"]
