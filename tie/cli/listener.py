@@ -10,7 +10,7 @@ from typing import NoReturn
 from tie.cli.process import Child, OnLine
 from tie.daemon import socket_path
 from tie.daemon.errors import TieError
-from tie.daemon.socket_guard import identity
+from tie.daemon.socket_path import identity
 
 _BACKLOG = 128
 _HEAL_S = 1.0

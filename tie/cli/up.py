@@ -71,9 +71,11 @@ def up(
     Starts every daemon, gives each request its own processes, starts again what ends. Nothing outlives this command.
     """
     console = Console(quiet=quiet, json_logs=json_logs)
-    config = settings.effective(base, overrides, cloudboard__port=port)
-    named = settings.names_run_dir(base, overrides)
-    directory = (run_dir or (Path(config.run_dir) if named else settings.default_run_dir())).absolute()
+    chosen = None if run_dir is None else str(run_dir)
+    config = settings.effective(
+        base, overrides, run_dir_unless_named=settings.default_run_dir(), run_dir=chosen, cloudboard__port=port
+    )
+    directory = Path(config.run_dir).absolute()
     config = settings.replace(config, run_dir=str(directory))
     with prepare.prepared(directory):
         prepare.check(config)
