@@ -1,6 +1,7 @@
 """Socket paths: their directories, the claim that keeps a second live server off one, and where they lead.
 
-A second server would silently steal a live path, and the first would unlink the new socket when it stops. Needs no gRPC.
+A second server would silently steal a live path, and the first would unlink the new socket when it stops. No gRPC is
+needed here.
 """
 
 import fcntl
