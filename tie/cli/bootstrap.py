@@ -173,7 +173,7 @@ def set_up_anew(wanted: str) -> None:
     count = sum(1 for line in LOCK.read_text().splitlines() if "==" in line)
     say(f"[2/3] {count} packages from requirements.lock")
     pip("install", "--no-deps", "--require-hashes", "-r", str(LOCK), count=count)
-    say("[3/3] this project, editable; compiles the forward step for some minutes where there is a compiler")
+    say("[3/3] this project, compiled: some minutes where there is a compiler")
     pip("install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
     check_environment()
     STAMP.write_text(wanted)
