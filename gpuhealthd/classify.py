@@ -118,7 +118,7 @@ def classify(snapshot: Snapshot, history: History, policy: Policy) -> tuple[Asse
     judged: list[DeviceJudgement] = []
     for device in snapshot.devices:
         track = history.devices.get(device.id, Track())
-        if device.formerly in history.devices:
+        if device.formerly is not None and device.formerly in history.devices:
             track = _joined(track, history.devices[device.formerly])
         track = _look(device, track, snapshot.provider, elapsed, policy)
         tracks[device.id] = track

@@ -42,7 +42,7 @@ class StateFile(Generic[Kept]):
     """The file.
 
     Args:
-        path: where it is; its name without suffix is how the log calls it.
+        path: where it is.
         kind: of what is remembered.
         max_bytes: of a file that is read.
         boot: this boot's name; the kernel's unless given.
@@ -63,14 +63,14 @@ class StateFile(Generic[Kept]):
         except FileNotFoundError:
             return None
         except OSError as error:
-            log.failure(f"{self._path.stem}.unreadable", error)
+            log.failure("state.unreadable", error)
             return None
         try:
             if len(payload) > self._max_bytes:
                 raise msgspec.ValidationError("too large")
             state = self._decoder.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            log.failure(f"{self._path.stem}.damaged", error)
+            log.failure("state.damaged", error)
             with contextlib.suppress(OSError):
                 self._path.replace(self._path.with_suffix(".damaged"))
             return None
@@ -88,7 +88,7 @@ class StateFile(Generic[Kept]):
                 file.write(payload)
             new.replace(self._path)
         except OSError as error:
-            log.failure(f"{self._path.stem}.not-saved", error)
+            log.failure("state.not-saved", error)
             with contextlib.suppress(OSError):
                 new.unlink(missing_ok=True)
             return

@@ -57,7 +57,7 @@ def test_a_damaged_file_is_set_aside_and_said(
     path.write_bytes(damage)
     assert state_file(path).load() is None
     assert path.with_suffix(".damaged").read_bytes() == damage
-    assert "count.damaged" in capsys.readouterr().err
+    assert "state.damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -70,7 +70,7 @@ def test_a_disk_that_takes_nothing_costs_the_memory_alone(
         assert state_file(path).load() is None
     state_file(path).save(Count(3))
     assert list(tmp_path.iterdir()) == ([path] if folder else [])
-    assert "count.not-saved" in capsys.readouterr().err
+    assert "state.not-saved" in capsys.readouterr().err
 
 
 @given(st.binary(max_size=80))
