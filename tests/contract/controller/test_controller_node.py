@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import signal
 import sys
 from collections.abc import Callable
@@ -130,6 +131,26 @@ async def test_operator_recycle_streams_its_progress(node: Any) -> None:
     assert node.journal == ["busy", "recycle", "warm", "available"]
     assert 0 < node.probe.recycles[0].drain_deadline_ms <= 5000
     assert node.cloudboard.gaps == 0
+
+
+async def test_the_log_names_runtimes_in_full_and_each_peer_once(
+    capsys: pytest.CaptureFixture[str], make_node: Any
+) -> None:
+    node = make_node()
+    await node.start()
+    await node.until_available()
+    old = node.probe.status.instance_id
+    async for step in node.operator.Recycle(control_pb2.RecycleRequest(), timeout=30):
+        last = step
+    new = node.probe.status.instance_id
+    happened = await node.operator.GetEvents(control_pb2.GetEventsRequest(), timeout=5)
+    assert ("recycled", old, new) in [(entry.kind, entry.before, entry.after) for entry in happened.happenings]
+    records = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    (finished,) = [record for record in records if record["event"] == "recycle.finished"]
+    assert (finished["status"], finished["instance_id"]) == ("ok", new)
+    assert finished["elapsed_s"] == pytest.approx(last.elapsed_s, abs=0.001)
+    assert [record["instance_id"] for record in records if record["event"] == "runtime.seen"] == [old, new]
+    assert [record["event"] for record in records if record.get("peer") == "owner"] == ["peer.connected"]
 
 
 async def test_two_recycles_at_once_are_one(node: Any) -> None:

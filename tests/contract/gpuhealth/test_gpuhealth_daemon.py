@@ -273,6 +273,26 @@ async def test_a_damaged_inforom_is_found_at_the_start_and_not_forgotten(make_da
         assert "inforom-corrupt" in (await daemon.next_look()).reasons
 
 
+@pytest.mark.parametrize("before", [{}, {"nvmlDeviceGetName": 10}])  # also where the same fault was seen already
+async def test_an_inforom_that_could_not_be_read_is_read_again(
+    make_daemon: Any, fake_driver: Path, before: dict[str, int]
+) -> None:
+    daemon = make_daemon(fake_driver)
+    daemon.play(before, nvmlDeviceValidateInforom=10)
+    await daemon.start()
+    await daemon.until_reason("nvml-timeout")
+    daemon.play()
+    await daemon.until_healthy()
+    daemon.play(nvmlDeviceValidateInforom=14)  # known by now: flash memory is not read again
+    assert (await daemon.next_look()).verdict == HEALTHY
+    await daemon.stop()
+    daemon.play(before, nvmlDeviceValidateInforom=10)
+    await daemon.start()
+    await daemon.until_reason("nvml-timeout")
+    daemon.play(nvmlDeviceValidateInforom=14)
+    await daemon.until_reason("inforom-corrupt")
+
+
 # ---- the kernel's log, and what outlives the daemon ----
 
 
@@ -301,6 +321,21 @@ async def test_a_gpu_that_only_the_kernel_knows_is_missing(gpu: Any) -> None:
     assert seen.verdict == UNAVAILABLE
     for _ in range(5):
         assert (await gpu.next_look()).verdict == UNAVAILABLE
+
+
+async def test_a_missing_gpu_that_is_listed_in_the_end_is_no_longer_missing(gpu: Any) -> None:
+    gpu.log(1, xid_line(31, bus="42"))
+    gpu.log(2, xid_line(62, bus="43"))
+    seen = await gpu.until(lambda verdict: len(verdict.devices) == 3)
+    assert {device.id for device in seen.devices} == {"GPU-1", "pci 0:42:0", "pci 0:43:0"}
+    gpu.play(count=2)
+    seen = await gpu.until(lambda verdict: len(verdict.devices) == 3 and verdict.devices[1].verdict == HEALTHY)
+    assert {device.id for device in seen.devices} == {"GPU-1", "GPU-2", "pci 0:43:0"}
+    await gpu.stop()
+    await gpu.start()
+    gpu.play(count=3)
+    seen = await gpu.until(lambda verdict: [list(device.reasons) for device in verdict.devices] == [[], [], ["xid-62"]])
+    assert {device.id for device in seen.devices} == {"GPU-1", "GPU-2", "GPU-3"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

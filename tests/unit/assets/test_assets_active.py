@@ -25,6 +25,15 @@ def test_the_link_is_made_and_replaced(bundles, tmp_path):
     assert os.listdir(link.parent) == [active.LINK]  # noqa: PTH208 (nothing is left of the exchange)
 
 
+def test_a_link_that_is_pointed_at_itself_still_leads_to_its_bundle(bundles, tmp_path):
+    link = tmp_path / active.LINK
+    (tmp_path / "other").symlink_to(bundles[1])
+    for bundle, directory in ((bundles[0], bundles[0]), (link, bundles[0]), (tmp_path / "other", bundles[1])):
+        opened = active.point(link, bundle)
+        assert link.readlink() == directory.resolve()
+        assert open_bundle(link).manifest == opened.manifest
+
+
 def test_what_is_open_stays_what_it_was(bundles, tmp_path, monkeypatch):
     link, decode = tmp_path / active.LINK, manifests.decode
     active.point(link, bundles[0])

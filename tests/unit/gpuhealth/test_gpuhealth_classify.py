@@ -1,5 +1,6 @@
 """The judgement is a pure function of looks: each condition, quick to withdraw, slow to return."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -172,6 +173,8 @@ def test_a_confidential_node_needs_all_of_it(name: str, value: float | None) -> 
 def test_the_number_of_links_may_be_ordered() -> None:
     policy = Policy(expected_nvlinks=18)
     assert Daemon(policy=policy).gpu(nvlink_active=12.0).node.reasons == ("nvlink-down",)
+    for none in (Daemon(policy=policy).gpu(), Daemon(policy=policy).gpu(nvlink_active=None)):
+        assert (none.node.verdict, none.node.reasons) == (Verdict.UNAVAILABLE, ("nvlink-down",))
     assert Daemon(policy=policy).gpu(nvlink_active=18.0).node.verdict is Verdict.HEALTHY
 
 
@@ -453,3 +456,16 @@ def test_any_history_gives_a_judgement_that_makes_sense(looks: list, provider: s
         )
         assert bool(node.reasons) == (node.verdict is not Verdict.HEALTHY)
         assert not (faults or not seen) or node.verdict is Verdict.UNAVAILABLE
+
+
+def test_a_gpu_known_by_its_address_is_the_one_that_is_listed_later() -> None:
+    daemon = Daemon()
+    missing = Device("pci 0:41:0", "GPU", faults=("device-missing",), log_xids=(94,), fatal_xids=(145,))
+    listed = msgspec.structs.replace(device(GOOD_GPU, xids=(94,)), formerly="pci 0:41:0")
+    assert daemon.see(missing).node.verdict is Verdict.UNAVAILABLE
+    seen = [daemon.see(listed) for _ in range(3)]
+    assert [entry.node.verdict for entry in seen] == [Verdict.UNAVAILABLE] * 2 + [Verdict.DEGRADED]  # slow to return
+    assert [[entry.id for entry in look.devices] for look in seen] == [["GPU-1"]] * 3
+    (track,) = daemon.history.devices.values()
+    assert (track.occurrences(), track.fatal) == ({94: 3}, {145})
+    assert daemon.see().devices[0].judgement.reasons == ("device-missing",)
