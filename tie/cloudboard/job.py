@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from tie.cloudboard.http.exchange import Exchange
 from tie.cloudboard.replies import JOB_CODES, RefusedRequestError
@@ -12,6 +13,8 @@ from tie.daemon import log
 from tie.daemon.errors import PeerError
 from tie.envelope.frames import frame
 from tie.proto import envelope_pb2
+
+_STEP_BYTES: Final = 64 * 1024  # of a request on its way to a jobhelper
 
 
 class JobLostError(PeerError):
@@ -90,8 +93,8 @@ class Job:
     async def _send(self, jobhelper: Jobhelper) -> None:
         try:
             await jobhelper.send(envelope_pb2.JobIn(open=self._order))
-            for segment in self._upload.segments:
-                await jobhelper.send(envelope_pb2.JobIn(segment=segment))
+            for start in range(0, len(self._upload.body), _STEP_BYTES):
+                await jobhelper.send_frames(bytes(self._upload.body[start : start + _STEP_BYTES]))
         except PeerError:
             return  # whoever reads sees it as well, and decides
 

@@ -32,7 +32,7 @@ async def receive(exchange: Exchange, node_id: str, upload: Upload) -> envelope_
             header = message.header
         elif header is not None and kind == "segment" and not last:
             last = message.segment.last
-            upload.segments.append(message.segment)
+            upload.add(message.segment)
         else:
             raise RefusedRequestError("bad_frame")
     if header is None:

@@ -61,6 +61,10 @@ class Jobhelper:
         """Sends one message. Raises as `frames.write_message`."""
         await frames.write_message(self._writer, message, timeout=WRITE_S)
 
+    async def send_frames(self, data: bytes) -> None:
+        """Sends a piece of messages that are frames already. Raises as `send`."""
+        await frames.write_frames(self._writer, data, timeout=WRITE_S)
+
     async def receive(self, timeout: float) -> envelope_pb2.JobOut | None:
         """The next message, or None at the end. Raises as `frames.read_message`."""
         return await frames.read_message(self._reader, envelope_pb2.JobOut, limit=_FRAME_LIMIT, timeout=timeout)
