@@ -10,7 +10,7 @@ from tie.cloudboard.replies import JOB_CODES, UNREAD, RefusedRequestError
 from tie.cloudboard.standby import Jobhelper, NoJobhelperError, StandbyPool
 from tie.cloudboard.uploads import Upload
 from tie.daemon import log
-from tie.daemon.errors import PeerError
+from tie.daemon.errors import PeerError, PeerTimeoutError
 from tie.envelope.frames import frame
 from tie.proto import envelope_pb2
 
@@ -94,8 +94,11 @@ class Job:
             await jobhelper.send(envelope_pb2.JobIn(open=self._order))
             for start in range(0, len(self._upload.body), _STEP_BYTES):
                 await jobhelper.send_frames(bytes(self._upload.body[start : start + _STEP_BYTES]))
+        except PeerTimeoutError as error:
+            log.failure("request.job-stuck", error)
+            jobhelper.close()  # whoever reads sees its end, and decides
         except PeerError:
-            return  # whoever reads sees it as well, and decides
+            return  # whoever reads sees it as well
 
     async def _pass_on(self, jobhelper: Jobhelper) -> bool:
         """Passes on one message; True at the answer's end. Raises as `_attempt`."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tie.cloudboard import standby
 from tie.cloudboard.http.exchange import Exchange
 from tie.cloudboard.job import Job
 from tie.cloudboard.registry import Registry
@@ -57,12 +58,23 @@ async def absent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     del reader, writer
 
 
+async def stuck(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Neither reads nor ends."""
+    reader._transport.pause_reading()  # type: ignore[attr-defined]
+    await say(writer, envelope_pb2.JobOut(ready=envelope_pb2.JobReady()))
+    await asyncio.Event().wait()
+
+
 @contextlib.asynccontextmanager
 async def played(path: Path, plays: list[Play]) -> AsyncIterator[StandbyPool]:
     """A pool whose jobhelpers do what `plays` say, one after another."""
     coming = iter(plays)
+    playing: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        playing.add(task)
         try:
             await next(coming)(reader, writer)
         finally:
@@ -70,21 +82,25 @@ async def played(path: Path, plays: list[Play]) -> AsyncIterator[StandbyPool]:
 
     async with await asyncio.start_unix_server(serve, path):
         yield StandbyPool(path, 0, Registry("node-0", 1))
+        for task in playing:
+            task.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
 
 
 class Stream:
     """The connection's side."""
 
-    def head(self, status: int, headers: object) -> None:
+    def head(self, *_: object) -> None:
         raise AssertionError("nothing was accepted")
 
 
-async def outcome(path: Path, *plays: Play) -> str:
+async def outcome(path: Path, *plays: Play, size: int = 100) -> str:
     """The code that a client would be told."""
     exchange = Exchange("POST", "/v1/requests", [], Stream(), DEADLINE_S)  # type: ignore[arg-type]
     async with played(path, list(plays)) as pool:
         with Uploads(NodeConfig()).begin() as upload:
-            upload.add(envelope_pb2.SealedSegment(ciphertext=bytes(100), last=True))
+            for last in [*[False] * (size // 50_000), True]:
+                upload.add(envelope_pb2.SealedSegment(ciphertext=bytes(min(size, 50_000)), last=last))
             with pytest.raises(RefusedRequestError) as refused:
                 await asyncio.wait_for(Job(exchange, ORDER, upload, pool).run(), DEADLINE_S)
     return refused.value.code
@@ -121,3 +137,8 @@ REPLAYED = ending(envelope_pb2.JOB_REPLAYED)
 )
 async def test_only_what_nobody_can_have_read_may_be_sent_again(tmp_path: Path, plays: list[Play], code: str) -> None:
     assert await outcome(tmp_path / "jobhelper.sock", *plays) == code
+
+
+async def test_a_jobhelper_that_does_not_read_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "WRITE_S", 0.2)
+    assert await outcome(tmp_path / "jobhelper.sock", stuck, REPLAYED, size=5_000_000) == "failed"
