@@ -66,15 +66,13 @@ class Conversation:
         self._first = 0  # block of the prompt that the cached ones begin with
         self._timeout = timeout
         self._ttl_s = ttl_s
-        # Nobody can open what is sealed under a request's own key once the request has ended: it ends with it.
-        self._transient = key.root is Root.REQUEST
         self._store: StoreClient | None = None
         self._kept: list[_Kept] = []
 
     @property
     def lasting(self) -> bool:
         """Whether a later request can find what is saved."""
-        return not self._transient
+        return self._key.root is not Root.REQUEST
 
     @property
     def blocks(self) -> int:
@@ -189,7 +187,7 @@ class Conversation:
         with sealing(store, self._key, Kind.HEAD, Manifest(self._format, start, named, segments, self._prefix_sha256)):
             pass
         # The one moment at which the conversation changes: whoever comes later finds this head or the one before.
-        store.put(self._key.index(), ttl_s=self._ttl_s, transient=self._transient)
+        store.put(self._key.index(), ttl_s=self._ttl_s)
         self._renew(store)
 
     def _seal_segment(self, store: StoreClient, tokens: Sequence[int], first: int, channel: Channel) -> Segment:
@@ -213,7 +211,7 @@ class Conversation:
                         sealer.seal(plaintext)
                 consumer.finish(timeout=self._timeout)
             index = random_index()
-            store.put(index, ttl_s=self._ttl_s, transient=self._transient)
+            store.put(index, ttl_s=self._ttl_s)
             return Segment(index, header.block_count, sealer.header_sha256)
 
     def close(self) -> None:
