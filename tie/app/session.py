@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import importlib
 import time
 from typing import TYPE_CHECKING
 
@@ -74,10 +75,12 @@ class Session:
         async with connect(self._config) as runtime:
             # Blocking: a quarter of a second in which nothing can have been asked yet.
             model = Model.load(self._config)
-            gc.freeze()
-            gc.enable()
             runtime.check_serves(model.manifest)
             await self._sender.ready()
+            # Brings the cryptography library: a tenth of a second for which neither `ready` nor a request should wait.
+            importlib.import_module("tie.app.reuse")
+            gc.freeze()
+            gc.enable()
             return await unless(self._request(runtime, model), runtime.watch())
 
     async def _request(self, runtime: RuntimeLink, model: Model) -> Outcome | None:
@@ -104,7 +107,6 @@ class Session:
         asked, turn_key = await asyncio.to_thread(_understand, model, body, limits, self._request_id)
         key = self._key(turn_key)
         if key:
-            # Here, because it brings the cryptography library, which no start should wait for.
             from tie.app.reuse import Reuse
 
             self._prompt = tuple(asked.token_ids)

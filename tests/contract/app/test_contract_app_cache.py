@@ -1,5 +1,8 @@
 """A turn key, and a cache that is not there or does not answer: the request is served as if it had none."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 from kvxfer import channel
@@ -21,6 +24,19 @@ async def test_without_a_store_the_request_is_served(node):
         (request,) = node.runtime.requests
         assert (request.import_ticket, request.export_ticket) == (b"", b"")
         assert await job.exit_code() == 0
+
+
+async def test_the_cryptography_library_is_there_before_the_request(node, monkeypatch):
+    """A pair that stands by has the time to load it; a request would wait for it."""
+    monkeypatch.setenv("TIE_DUMPABLE", "1")  # or only root may look
+    async with node.runtime.live():
+        job = await node.start()
+        await job.ready()
+        async with asyncio.timeout(20):
+            while "/cryptography/" not in Path(f"/proc/{job.process.pid}/maps").read_text():
+                await asyncio.sleep(0.01)
+        await job.ask(asking("hello"))
+        assert (await job.outcome())[1].status == app_pb2.STATUS_OK
 
 
 @pytest.mark.parametrize("silent", ["store", "runtime"])
