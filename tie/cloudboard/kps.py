@@ -24,6 +24,9 @@ from tie.proto import kps_pb2, kps_pb2_grpc
 
 MAX_REPLAY_ENTRIES: Final = 1_000_000  # about 100 MB; then the key is replaced
 ON_ITS_WAY_S: Final = 30.0  # what a request may take, once it has come in, until its envelope is here
+# A key replaced because its set was full opens what is on its way, which is to be remembered as well: as many envelopes
+# again. Two sets at their largest stay within the unit's memory.
+_WITH_OVERLAP: Final = 2
 _DIGEST_BYTES: Final = 16
 
 
@@ -112,7 +115,7 @@ class KeyProtection:
         if request.version != sealing.VERSION or request.node_id != self._node_id:
             return kps_pb2.OpenDekReply(outcome=kps_pb2.OUTCOME_REFUSED)
         epoch = next((one for one in self._epochs if request.key_id == one.key.public.key_id), None)
-        if epoch is None or len(epoch.seen) >= 2 * self._max_replay_entries:
+        if epoch is None or len(epoch.seen) >= _WITH_OVERLAP * self._max_replay_entries:
             return kps_pb2.OpenDekReply(outcome=kps_pb2.OUTCOME_UNKNOWN_KEY)
         digest = hashlib.sha256(request.sealed_dek).digest()[:_DIGEST_BYTES]
         if digest in epoch.seen:
