@@ -6,8 +6,6 @@ request: the runtime computes what it does not get. docs/warden.md has the whole
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from operator import eq
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +15,7 @@ from kvxfer.errors import AbortReason, ChannelError, TransferAbortedError
 from kvxfer.header import Header, buffer_bytes
 from kvxfer.transfer import Consumer, Producer
 from tie.app.entries import StoredEntry, sealing
-from tie.assets.prefix import SharedPrefix
+from tie.assets.prefix import SharedPrefix, common_length
 from tie.store.client import StoreClient, random_index
 from tie.warden.entry import Kind
 from tie.warden.errors import EntryError
@@ -104,7 +102,7 @@ class Conversation:
             self._prefix.sha256 if self._first else b"",
         ):
             return
-        left = _common(head.token_ids, prompt[self._first * tokens : -1]) // tokens
+        left = common_length(head.token_ids, prompt[self._first * tokens : -1]) // tokens
         first = 0
         for segment in head.segments:
             if left <= 0:
@@ -249,8 +247,3 @@ class Conversation:
             first_token=first_block * self._format.block_tokens,
             token_count=block_count * self._format.block_tokens,
         )
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading elements are equal."""
-    return sum(1 for _ in takewhile(bool, map(eq, one, other)))
