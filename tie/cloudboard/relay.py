@@ -17,7 +17,7 @@ WRITE_S: Final = 30.0
 LINGER_S: Final = 10.0  # the ingress closes at once; on a machine that is late with everything it must still hear
 GRACE_S: Final = 10.0  # beyond the limits that others keep: they say by themselves that time is up
 _BODY_OVERHEAD: Final = 32  # of an AppIn around the bytes it carries
-FRAME_LIMIT: Final = stream.Direction.REQUEST.max_ciphertext_bytes + 4096
+_LIMIT: Final = stream.Direction.REQUEST.max_frame_bytes
 
 
 class JobEndedError(Exception):
@@ -55,7 +55,7 @@ class Link:
         """
         try:
             async with asyncio.timeout(LINGER_S):
-                while await self.reader.read(FRAME_LIMIT):
+                while await self.reader.read(_LIMIT):
                     pass
         except (TimeoutError, ConnectionError):
             return
@@ -132,7 +132,7 @@ async def read_ingress(ingress: Link, timeout: float, *, may_end: bool = False) 
         JobEndedError: with `may_end`, when it ended its half cleanly: the device's request was cut short.
     """
     try:
-        message = await frames.read_message(ingress.reader, envelope_pb2.JobIn, limit=FRAME_LIMIT, timeout=timeout)
+        message = await frames.read_message(ingress.reader, envelope_pb2.JobIn, limit=_LIMIT, timeout=timeout)
     except PeerError:
         raise IngressGoneError from None
     if message is None and may_end:

@@ -10,7 +10,6 @@ from tie.envelope.frames import frame
 from tie.envelope.stream import TAG_BYTES, Direction
 from tie.proto import envelope_pb2
 
-FRAME_LIMIT: Final = Direction.REQUEST.max_ciphertext_bytes + 4096
 _SPARE: Final = 8  # a buffer that grows is up to one part in so many larger than what it holds
 _FEW_SEGMENTS: Final = 64  # that any request may have, and then one for each so many bytes of the largest request:
 _SEGMENT_BYTES: Final = 1024
@@ -33,7 +32,9 @@ class Uploads:
         self.held = 0
         self.pace = Pace(idle_s=config.app.idle_timeout_s, whole_s=config.cloudboard.upload_deadline_s)
         # Beside the plaintext: authentication tags, frames, a header. The jobhelper counts the plaintext exactly.
-        self.largest = config.app.max_request_bytes + config.app.max_request_bytes // 8 + FRAME_LIMIT
+        self.largest = (
+            config.app.max_request_bytes + config.app.max_request_bytes // 8 + Direction.REQUEST.max_frame_bytes
+        )
         self.most_segments = _FEW_SEGMENTS + config.app.max_request_bytes // _SEGMENT_BYTES
         self._limit = max(config.cloudboard.upload_bytes, _charge(self.largest))
 

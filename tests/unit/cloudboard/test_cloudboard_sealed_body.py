@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from tie.cloudboard import sealed_body
 from tie.cloudboard.http.exchange import Exchange
 from tie.cloudboard.replies import RefusedRequestError
-from tie.cloudboard.uploads import FRAME_LIMIT, Upload, Uploads
+from tie.cloudboard.uploads import Upload, Uploads
 from tie.daemon import frames
 from tie.daemon.config import AppConfig, CloudBoardConfig, NodeConfig
 from tie.envelope import sealing
 from tie.envelope.frames import FrameSplitter, frame
+from tie.envelope.stream import Direction
 from tie.proto import envelope_pb2
 
 HEADER = envelope_pb2.SealedIn(
@@ -33,7 +34,7 @@ def segment(*, last: bool) -> envelope_pb2.SealedIn:
 
 def segments(upload: Upload) -> list[envelope_pb2.SealedSegment]:
     """What a jobhelper would be sent."""
-    payloads = FrameSplitter(FRAME_LIMIT).feed(bytes(upload.body))
+    payloads = FrameSplitter(Direction.REQUEST.max_frame_bytes).feed(bytes(upload.body))
     return [frames.parse(payload, envelope_pb2.JobIn).segment for payload in payloads]
 
 
