@@ -32,10 +32,9 @@ class Uploads:
         self.held = 0
         self.pace = Pace(idle_s=config.app.idle_timeout_s, whole_s=config.cloudboard.upload_deadline_s)
         # Beside the plaintext: authentication tags, frames, a header. The jobhelper counts the plaintext exactly.
-        self.largest = (
-            config.app.max_request_bytes + config.app.max_request_bytes // 8 + Direction.REQUEST.max_frame_bytes
-        )
-        self.most_segments = _FEW_SEGMENTS + config.app.max_request_bytes // _SEGMENT_BYTES
+        request_bytes = config.app.max_request_bytes
+        self.largest = request_bytes + request_bytes // 8 + Direction.REQUEST.max_frame_bytes
+        self.most_segments = _FEW_SEGMENTS + request_bytes // _SEGMENT_BYTES
         self._limit = max(config.cloudboard.upload_bytes, _charge(self.largest))
 
     def begin(self) -> "Upload":
