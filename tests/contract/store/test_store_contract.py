@@ -215,14 +215,30 @@ def test_a_transient_entry_ends_with_the_connection_that_filed_it(store):
     with store.client() as reader:
         with store.client() as writer:
             for each in (index, replaced):
-                descriptor = writer.new(5000)
+                descriptor = writer.new(5000, transient=True)
                 seals.add(descriptor, seals.CONTENT)
-                writer.put(each, transient=True)
+                writer.put(each)
                 os.close(descriptor)
             assert get(reader, index) == bytes(5000)
+            assert reader.renew(index)
+            assert writer.renew(index)
             put(reader, replaced, b"somebody else's by now")
         wait_for(lambda: get(reader, index) is None)
         assert get(reader, replaced) == b"somebody else's by now"
+
+
+def test_no_entry_makes_room_for_a_transient_one(make_store):
+    store = make_store(capacity_bytes=64 << 10, max_entry_bytes=16 << 10, max_entries=4)
+    kept = [random_index() for _ in range(4)]
+    with store.client() as client:
+        for index in kept:
+            put(client, index, b"x")
+        with pytest.raises(StoreError) as refused:
+            client.new(100, transient=True)
+        assert refused.value.outcome == store_pb2.OUTCOME_FULL
+        assert all(get(client, index) == b"x" for index in kept)
+        put(client, random_index(), b"one that lasts")
+        assert [get(client, index) for index in kept] == [None, b"x", b"x", b"x"]
 
 
 def test_what_a_large_entry_took_is_given_back(store):

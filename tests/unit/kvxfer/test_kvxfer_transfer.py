@@ -1,5 +1,6 @@
 """Transfers: buffers, doorbells, ends; and peers that lie."""
 
+import errno
 import faulthandler
 import mmap
 import os
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer import pages, seals, transfer
+from kvxfer import pool as pools
 from kvxfer.buffer import ConsumerBuffer, ProducerBuffer
 from kvxfer.channel import Channel
 from kvxfer.errors import (
@@ -430,6 +432,31 @@ def test_a_pool_s_buffers_are_zeroed_present_and_used_once():
             descriptor = pool.take(1 << 20)
             assert not any(os.pread(descriptor, 1 << 20, 0))
             os.close(descriptor)
+    finally:
+        pool.close()
+
+
+def test_a_refill_asked_for_while_one_fails_is_not_forgotten(monkeypatch):
+    trying, asked = threading.Event(), threading.Event()
+    populated = pools._populated
+
+    def fail_once(name: str, size: int) -> int:
+        if not trying.is_set():
+            trying.set()
+            assert asked.wait(10)
+            raise OSError(errno.ENOMEM, "no memory")
+        return populated(name, size)
+
+    monkeypatch.setattr(pools, "_populated", fail_once)
+    pool = BufferPool(PAGE, spare=1)
+    try:
+        assert trying.wait(10)
+        pool.refill()
+        asked.set()
+        deadline = time.monotonic() + 10
+        while not pool.ready:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
     finally:
         pool.close()
 
