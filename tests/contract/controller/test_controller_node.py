@@ -150,7 +150,7 @@ async def test_busy_is_acknowledged_before_the_runtime_is_told(make_node: Any) -
     node.cloudboard.silent = True
     call = node.operator.Recycle(control_pb2.RecycleRequest(), timeout=30)
     await eventually(lambda: node.cloudboard.state == cloudboard_pb2.STATE_BUSY)
-    await asyncio.sleep(0.3)
+    await node.until_looked()
     assert not node.probe.recycles
     node.cloudboard.silent = False
     await node.cloudboard.kill()  # a new stream reports "busy" again, and is acknowledged
@@ -233,11 +233,12 @@ async def test_repeated_errors_do_not_loop(make_node: Any) -> None:
     node.probe.fresh = lambda **_: fresh(state=probe_pb2.STATE_IN_ERROR)  # every new runtime fails as well
     node.probe.change(state=probe_pb2.STATE_IN_ERROR)
     await node.until(lambda status: status.recycles == 1 and status.state == ERROR)
-    await asyncio.sleep(1.0)
-    assert len(node.probe.recycles) == 1
     node.probe.fresh = fresh
     status = await node.until(lambda status: status.recycles == 2 and status.state == AVAILABLE)
     assert status.last_recycle_reason == "error"
+    first, second = (event.age_s for event in status.events if event.to == control_pb2.STATE_DRAINING)
+    assert first - second > 2.0
+    assert len(node.probe.recycles) == 2
 
 
 async def test_no_fresh_runtime_is_an_error_and_heals(make_node: Any) -> None:
@@ -262,7 +263,7 @@ async def test_gpu_unavailable_is_an_error_that_heals(node: Any) -> None:
     status = await node.until_state(ERROR)
     assert "gpu-unavailable" in status.reasons
     await eventually(lambda: len(node.probe.recycles) == 1)  # once, after the grace: a GPU's reset needs it let go
-    await asyncio.sleep(1.5)
+    await node.until_lasting(ERROR, 1.5)
     assert len(node.probe.recycles) == 1
     node.gpu.change(verdict=gpuhealth_pb2.VERDICT_HEALTHY)
     await node.until_available()
@@ -283,7 +284,7 @@ async def test_the_hardware_may_ask_for_a_recycle_once(node: Any) -> None:
     fields = {"verdict": gpuhealth_pb2.VERDICT_DEGRADED, "action": gpuhealth_pb2.ACTION_RECYCLE_RUNTIME}
     node.gpu.change(**fields)
     await node.until(lambda status: status.recycles == 1 and status.state == AVAILABLE)
-    await asyncio.sleep(1.0)
+    await node.until_lasting(AVAILABLE, 1.0)
     assert len(node.probe.recycles) == 1
 
 
@@ -350,7 +351,7 @@ async def test_weights_of_another_generation_mean_attaching_again(node: Any) -> 
     node.probe.fresh = lambda: fresh(owner_generation=2)
     status = await node.until(lambda status: status.recycles == 1 and status.state == AVAILABLE)
     assert status.last_recycle_reason == "owner"
-    await asyncio.sleep(1.0)
+    await node.until_lasting(AVAILABLE, 1.0)
     assert len(node.probe.recycles) == 1
 
 
@@ -402,8 +403,8 @@ async def test_maintenance_recycles_and_stays_until_switched_off(node: Any) -> N
     assert status.reasons[0] == "maintenance"
     assert [request.reason for request in node.probe.recycles] == ["maintenance"]
     await eventually(lambda: node.cloudboard.state == cloudboard_pb2.STATE_BUSY)
-    await asyncio.sleep(0.5)
-    assert (await node.status()).state == MAINTENANCE
+    status = await node.until_lasting(MAINTENANCE, 0.5)
+    assert states(status)[-1] == "maintenance"
     await node.operator.SetMaintenance(control_pb2.SetMaintenanceRequest(on=False), timeout=30)
     status = await node.until_available()
     assert not status.maintenance

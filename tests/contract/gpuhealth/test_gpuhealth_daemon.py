@@ -106,10 +106,13 @@ async def test_a_killed_child_is_said_and_replaced(make_daemon: Any) -> None:
     await daemon.start()
     await daemon.until_healthy()
     child = daemon.child()
-    watch = asyncio.create_task(daemon.until_reason("probe-gone"))
-    await asyncio.sleep(0.1)
+    watch = daemon.stub.Watch(gpuhealth_pb2.WatchRequest(), timeout=30)
+    assert (await watch.read()).verdict == HEALTHY
     os.kill(child, signal.SIGKILL)
-    assert (await watch).verdict == UNAVAILABLE
+    while "probe-gone" not in (seen := await watch.read()).reasons:
+        pass
+    watch.cancel()
+    assert seen.verdict == UNAVAILABLE
     await daemon.until_healthy()
     assert daemon.child() != child
 
