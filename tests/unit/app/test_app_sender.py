@@ -25,7 +25,7 @@ class Line:
     async def open(self, config: AppConfig) -> "Line":
         ours, theirs = socket.socketpair()
         self.reader, self.other = await asyncio.open_unix_connection(sock=theirs)
-        _, self.writer = await asyncio.open_unix_connection(sock=ours)
+        self.back, self.writer = await asyncio.open_unix_connection(sock=ours)
         self.sender = Sender(self.writer, config)
         return self
 
@@ -158,7 +158,7 @@ async def test_what_cannot_be_padded_is_not_sent():
 async def test_a_jobhelper_that_is_gone_is_noticed():
     line = await Line().open(AppConfig())
     line.other.transport.abort()
-    await asyncio.sleep(0.01)
+    assert await asyncio.wait_for(line.back.read(), 5) == b""  # by now the kernel has said so
     with pytest.raises(PeerDiedError):
         await line.sender.ready()
     await line.close()
