@@ -7,6 +7,7 @@ something impossible.
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -48,7 +49,7 @@ async def translated() -> AsyncIterator[None]:
         raise PeerDiedError(f"call failed: {error.code().name}") from None
 
 
-class Peer(Generic[M, F]):
+class Peer(ABC, Generic[M, F]):
     """One watched process.
 
     Args:
@@ -111,9 +112,9 @@ class Peer(Generic[M, F]):
                 self._channel = None
                 self.facts = None
 
+    @abstractmethod
     async def _watch(self, channel: grpc.aio.Channel) -> None:
         """One connection's life; ends by raising."""
-        raise NotImplementedError
 
     def _hear(self, message: M) -> None:
         facts = self._check(message)

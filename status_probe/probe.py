@@ -81,7 +81,6 @@ class Probe:
             uptime_s=now - self._began,
             warmed=self._facts.warmed,
             owner_generation=self._engine.owner_generation,
-            weight_file_bytes_read=self._engine.weight_file_bytes_read,
             prefix=self._engine.prefix if self._engine.HasField("prefix") else None,
         )
 

@@ -15,7 +15,7 @@ def test_the_demonstration_shows_what_it_promises_and_leaves_nothing_running(bun
     command = [sys.executable, "-m", "tie.cli.main", "demo", "--bundle", str(bundle)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("✓") == 7
+    assert done.stdout.count("✓") == 6
     assert "✗" not in done.stdout
     assert "opened 0 times, read 0 times" in done.stdout
     assert "tokens/s" in done.stdout

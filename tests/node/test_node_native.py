@@ -96,7 +96,7 @@ def test_the_demonstration_needs_no_pytorch(bundle, tmp_path):
         capture_output=True, text=True, timeout=280, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("✓") == 7
+    assert done.stdout.count("✓") == 6
     print(done.stdout)
 
 

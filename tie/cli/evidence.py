@@ -49,11 +49,16 @@ class WeightWatch:
         self._inotify.add_watch(directory, _EVENTS)
 
     def count(self) -> tuple[int, int]:
-        """How often a file was opened and read from so far; ends the watch."""
+        """How often a file was opened and read from so far; ends the watch.
+
+        Where the kernel has dropped events (inotify(7), IN_Q_OVERFLOW) that counts as both: it cannot be ruled out.
+        """
         opens = reads = 0
         with self._inotify as inotify:
             for event in inotify.read(timeout=0):
-                if event.name in self._names:
+                if event.mask & inotify_simple.flags.Q_OVERFLOW:
+                    opens, reads = opens + 1, reads + 1
+                elif event.name in self._names:
                     opens += bool(event.mask & inotify_simple.flags.OPEN)
                     reads += bool(event.mask & inotify_simple.flags.ACCESS)
         return opens, reads

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tie/proto/engine.proto\x12\ntie.engine\"\x98\x01\n\rEngineRequest\x12+\n\x06status\x18\x01 \x01(\x0b\x32\x19.tie.engine.StatusRequestH\x00\x12)\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x18.tie.engine.DrainRequestH\x00\x12\'\n\x04warm\x18\x03 \x01(\x0b\x32\x17.tie.engine.WarmRequestH\x00\x42\x06\n\x04kind\"\x0f\n\rStatusRequest\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"#\n\x0bWarmRequest\x12\x14\n\x0cprompt_index\x18\x01 \x01(\r\"F\n\x0b\x45ngineReply\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.tie.engine.EngineStatus\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"\xc8\x02\n\x0c\x45ngineStatus\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07release\x18\x03 \x01(\t\x12\x10\n\x08\x65xecutor\x18\x04 \x01(\t\x12 \n\x05state\x18\x05 \x01(\x0e\x32\x11.tie.engine.State\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0f\n\x07waiting\x18\x07 \x01(\r\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x16\n\x0emax_batch_seen\x18\t \x01(\r\x12\x17\n\x0flast_step_age_s\x18\n \x01(\x01\x12\x0f\n\x07metrics\x18\x0b \x01(\t\x12\x18\n\x10owner_generation\x18\x0c \x01(\x04\x12\x1e\n\x16weight_file_bytes_read\x18\r \x01(\x04\x12\"\n\x06prefix\x18\x0e \x01(\x0b\x32\x12.tie.engine.Prefix\"k\n\x06Prefix\x12\r\n\x05state\x18\x01 \x01(\t\x12\x10\n\x08restored\x18\x02 \x01(\x08\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x12\n\nhot_blocks\x18\x04 \x01(\r\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06tokens\x18\x06 \x01(\x04*m\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12STATE_INITIALIZING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x12\n\x0eSTATE_DRAINING\x10\x03\x12\x10\n\x0cSTATE_FAILED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tie/proto/engine.proto\x12\ntie.engine\"\x98\x01\n\rEngineRequest\x12+\n\x06status\x18\x01 \x01(\x0b\x32\x19.tie.engine.StatusRequestH\x00\x12)\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x18.tie.engine.DrainRequestH\x00\x12\'\n\x04warm\x18\x03 \x01(\x0b\x32\x17.tie.engine.WarmRequestH\x00\x42\x06\n\x04kind\"\x0f\n\rStatusRequest\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"#\n\x0bWarmRequest\x12\x14\n\x0cprompt_index\x18\x01 \x01(\r\"F\n\x0b\x45ngineReply\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.tie.engine.EngineStatus\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"\xae\x02\n\x0c\x45ngineStatus\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07release\x18\x03 \x01(\t\x12\x10\n\x08\x65xecutor\x18\x04 \x01(\t\x12 \n\x05state\x18\x05 \x01(\x0e\x32\x11.tie.engine.State\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0f\n\x07waiting\x18\x07 \x01(\r\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x16\n\x0emax_batch_seen\x18\t \x01(\r\x12\x17\n\x0flast_step_age_s\x18\n \x01(\x01\x12\x0f\n\x07metrics\x18\x0b \x01(\t\x12\x18\n\x10owner_generation\x18\x0c \x01(\x04\x12\"\n\x06prefix\x18\x0e \x01(\x0b\x32\x12.tie.engine.PrefixJ\x04\x08\r\x10\x0e\"k\n\x06Prefix\x12\r\n\x05state\x18\x01 \x01(\t\x12\x10\n\x08restored\x18\x02 \x01(\x08\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x12\n\nhot_blocks\x18\x04 \x01(\r\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06tokens\x18\x06 \x01(\x04*m\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12STATE_INITIALIZING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x12\n\x0eSTATE_DRAINING\x10\x03\x12\x10\n\x0cSTATE_FAILED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tie.proto.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATE']._serialized_start=796
-  _globals['_STATE']._serialized_end=905
+  _globals['_STATE']._serialized_start=770
+  _globals['_STATE']._serialized_end=879
   _globals['_ENGINEREQUEST']._serialized_start=39
   _globals['_ENGINEREQUEST']._serialized_end=191
   _globals['_STATUSREQUEST']._serialized_start=193
@@ -44,7 +44,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINEREPLY']._serialized_start=284
   _globals['_ENGINEREPLY']._serialized_end=354
   _globals['_ENGINESTATUS']._serialized_start=357
-  _globals['_ENGINESTATUS']._serialized_end=685
-  _globals['_PREFIX']._serialized_start=687
-  _globals['_PREFIX']._serialized_end=794
+  _globals['_ENGINESTATUS']._serialized_end=659
+  _globals['_PREFIX']._serialized_start=661
+  _globals['_PREFIX']._serialized_end=768
 # @@protoc_insertion_point(module_scope)

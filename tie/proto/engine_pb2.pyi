@@ -171,7 +171,6 @@ class EngineStatus(_message.Message):
     LAST_STEP_AGE_S_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     OWNER_GENERATION_FIELD_NUMBER: _builtins.int
-    WEIGHT_FILE_BYTES_READ_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     model: _builtins.str
@@ -189,8 +188,6 @@ class EngineStatus(_message.Message):
     """Prometheus text"""
     owner_generation: _builtins.int
     """of the weights it attached"""
-    weight_file_bytes_read: _builtins.int
-    """always 0 by construction: weights come by descriptor"""
     @_builtins.property
     def prefix(self) -> Global___Prefix: ...
     def __init__(
@@ -208,12 +205,11 @@ class EngineStatus(_message.Message):
         last_step_age_s: _builtins.float = ...,
         metrics: _builtins.str = ...,
         owner_generation: _builtins.int = ...,
-        weight_file_bytes_read: _builtins.int = ...,
         prefix: Global___Prefix | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "instance_id", b"instance_id", "last_step_age_s", b"last_step_age_s", "max_batch_seen", b"max_batch_seen", "metrics", b"metrics", "model", b"model", "owner_generation", b"owner_generation", "prefix", b"prefix", "release", b"release", "running", b"running", "state", b"state", "steps", b"steps", "waiting", b"waiting", "weight_file_bytes_read", b"weight_file_bytes_read"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "instance_id", b"instance_id", "last_step_age_s", b"last_step_age_s", "max_batch_seen", b"max_batch_seen", "metrics", b"metrics", "model", b"model", "owner_generation", b"owner_generation", "prefix", b"prefix", "release", b"release", "running", b"running", "state", b"state", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

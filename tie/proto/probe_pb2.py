@@ -25,31 +25,31 @@ _sym_db = _symbol_database.Default()
 from tie.proto import engine_pb2 as tie_dot_proto_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tie/proto/probe.proto\x12\ttie.probe\x1a\x16tie/proto/engine.proto\"\x12\n\x10GetStatusRequest\"\x0e\n\x0cWatchRequest\"\xea\x02\n\rRuntimeStatus\x12\x1f\n\x05state\x18\x01 \x01(\x0e\x32\x10.tie.probe.State\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07reasons\x18\x03 \x03(\t\x12&\n\x0blast_canary\x18\x04 \x01(\x0b\x32\x11.tie.probe.Canary\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0f\n\x07release\x18\x06 \x01(\t\x12\x10\n\x08\x65xecutor\x18\x07 \x01(\t\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x0f\n\x07waiting\x18\t \x01(\r\x12\x16\n\x0emax_batch_seen\x18\n \x01(\r\x12\x10\n\x08uptime_s\x18\x0b \x01(\x01\x12\x0e\n\x06warmed\x18\x0c \x01(\x08\x12\x18\n\x10owner_generation\x18\r \x01(\x04\x12\x1e\n\x16weight_file_bytes_read\x18\x0e \x01(\x04\x12\"\n\x06prefix\x18\x0f \x01(\x0b\x32\x12.tie.engine.Prefix\"E\n\x06\x43\x61nary\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x11\n\tlatency_s\x18\x03 \x01(\x01\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"\r\n\x0bWarmRequest\"+\n\x0cWarmProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\r\x12\r\n\x05total\x18\x02 \x01(\r\";\n\x0eRecycleRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x19\n\x11\x64rain_deadline_ms\x18\x02 \x01(\r\"6\n\x0cRecycleReply\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x11\n\tin_flight\x18\x02 \x01(\r*p\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12STATE_INITIALIZING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x12\n\x0eSTATE_IN_ERROR\x10\x03\x12\x13\n\x0fSTATE_RECYCLING\x10\x04\x32\x89\x02\n\x0bStatusProbe\x12\x42\n\tGetStatus\x12\x1b.tie.probe.GetStatusRequest\x1a\x18.tie.probe.RuntimeStatus\x12<\n\x05Watch\x12\x17.tie.probe.WatchRequest\x1a\x18.tie.probe.RuntimeStatus0\x01\x12\x39\n\x04Warm\x12\x16.tie.probe.WarmRequest\x1a\x17.tie.probe.WarmProgress0\x01\x12=\n\x07Recycle\x12\x19.tie.probe.RecycleRequest\x1a\x17.tie.probe.RecycleReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tie/proto/probe.proto\x12\ttie.probe\x1a\x16tie/proto/engine.proto\"\x12\n\x10GetStatusRequest\"\x0e\n\x0cWatchRequest\"\xd0\x02\n\rRuntimeStatus\x12\x1f\n\x05state\x18\x01 \x01(\x0e\x32\x10.tie.probe.State\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07reasons\x18\x03 \x03(\t\x12&\n\x0blast_canary\x18\x04 \x01(\x0b\x32\x11.tie.probe.Canary\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0f\n\x07release\x18\x06 \x01(\t\x12\x10\n\x08\x65xecutor\x18\x07 \x01(\t\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x0f\n\x07waiting\x18\t \x01(\r\x12\x16\n\x0emax_batch_seen\x18\n \x01(\r\x12\x10\n\x08uptime_s\x18\x0b \x01(\x01\x12\x0e\n\x06warmed\x18\x0c \x01(\x08\x12\x18\n\x10owner_generation\x18\r \x01(\x04\x12\"\n\x06prefix\x18\x0f \x01(\x0b\x32\x12.tie.engine.PrefixJ\x04\x08\x0e\x10\x0f\"E\n\x06\x43\x61nary\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x11\n\tlatency_s\x18\x03 \x01(\x01\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"\r\n\x0bWarmRequest\"+\n\x0cWarmProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\r\x12\r\n\x05total\x18\x02 \x01(\r\";\n\x0eRecycleRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x19\n\x11\x64rain_deadline_ms\x18\x02 \x01(\r\"6\n\x0cRecycleReply\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x11\n\tin_flight\x18\x02 \x01(\r*p\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12STATE_INITIALIZING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x12\n\x0eSTATE_IN_ERROR\x10\x03\x12\x13\n\x0fSTATE_RECYCLING\x10\x04\x32\x89\x02\n\x0bStatusProbe\x12\x42\n\tGetStatus\x12\x1b.tie.probe.GetStatusRequest\x1a\x18.tie.probe.RuntimeStatus\x12<\n\x05Watch\x12\x17.tie.probe.WatchRequest\x1a\x18.tie.probe.RuntimeStatus0\x01\x12\x39\n\x04Warm\x12\x16.tie.probe.WarmRequest\x1a\x17.tie.probe.WarmProgress0\x01\x12=\n\x07Recycle\x12\x19.tie.probe.RecycleRequest\x1a\x17.tie.probe.RecycleReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tie.proto.probe_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATE']._serialized_start=709
-  _globals['_STATE']._serialized_end=821
+  _globals['_STATE']._serialized_start=683
+  _globals['_STATE']._serialized_end=795
   _globals['_GETSTATUSREQUEST']._serialized_start=60
   _globals['_GETSTATUSREQUEST']._serialized_end=78
   _globals['_WATCHREQUEST']._serialized_start=80
   _globals['_WATCHREQUEST']._serialized_end=94
   _globals['_RUNTIMESTATUS']._serialized_start=97
-  _globals['_RUNTIMESTATUS']._serialized_end=459
-  _globals['_CANARY']._serialized_start=461
-  _globals['_CANARY']._serialized_end=530
-  _globals['_WARMREQUEST']._serialized_start=532
-  _globals['_WARMREQUEST']._serialized_end=545
-  _globals['_WARMPROGRESS']._serialized_start=547
-  _globals['_WARMPROGRESS']._serialized_end=590
-  _globals['_RECYCLEREQUEST']._serialized_start=592
-  _globals['_RECYCLEREQUEST']._serialized_end=651
-  _globals['_RECYCLEREPLY']._serialized_start=653
-  _globals['_RECYCLEREPLY']._serialized_end=707
-  _globals['_STATUSPROBE']._serialized_start=824
-  _globals['_STATUSPROBE']._serialized_end=1089
+  _globals['_RUNTIMESTATUS']._serialized_end=433
+  _globals['_CANARY']._serialized_start=435
+  _globals['_CANARY']._serialized_end=504
+  _globals['_WARMREQUEST']._serialized_start=506
+  _globals['_WARMREQUEST']._serialized_end=519
+  _globals['_WARMPROGRESS']._serialized_start=521
+  _globals['_WARMPROGRESS']._serialized_end=564
+  _globals['_RECYCLEREQUEST']._serialized_start=566
+  _globals['_RECYCLEREQUEST']._serialized_end=625
+  _globals['_RECYCLEREPLY']._serialized_start=627
+  _globals['_RECYCLEREPLY']._serialized_end=681
+  _globals['_STATUSPROBE']._serialized_start=798
+  _globals['_STATUSPROBE']._serialized_end=1063
 # @@protoc_insertion_point(module_scope)

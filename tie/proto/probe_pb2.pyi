@@ -88,7 +88,6 @@ class RuntimeStatus(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     WARMED_FIELD_NUMBER: _builtins.int
     OWNER_GENERATION_FIELD_NUMBER: _builtins.int
-    WEIGHT_FILE_BYTES_READ_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     instance_id: _builtins.str
@@ -102,7 +101,6 @@ class RuntimeStatus(_message.Message):
     uptime_s: _builtins.float
     warmed: _builtins.bool
     owner_generation: _builtins.int
-    weight_file_bytes_read: _builtins.int
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """stable codes, for example "canary-timeout", "engine-gone" """
@@ -127,12 +125,11 @@ class RuntimeStatus(_message.Message):
         uptime_s: _builtins.float = ...,
         warmed: _builtins.bool = ...,
         owner_generation: _builtins.int = ...,
-        weight_file_bytes_read: _builtins.int = ...,
         prefix: _engine_pb2.Prefix | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_canary", b"last_canary", "prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "instance_id", b"instance_id", "last_canary", b"last_canary", "max_batch_seen", b"max_batch_seen", "model", b"model", "owner_generation", b"owner_generation", "prefix", b"prefix", "reasons", b"reasons", "release", b"release", "running", b"running", "state", b"state", "uptime_s", b"uptime_s", "waiting", b"waiting", "warmed", b"warmed", "weight_file_bytes_read", b"weight_file_bytes_read"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "instance_id", b"instance_id", "last_canary", b"last_canary", "max_batch_seen", b"max_batch_seen", "model", b"model", "owner_generation", b"owner_generation", "prefix", b"prefix", "reasons", b"reasons", "release", b"release", "running", b"running", "state", b"state", "uptime_s", b"uptime_s", "waiting", b"waiting", "warmed", b"warmed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -158,7 +158,6 @@ class RuntimeService:
             last_step_age_s=status.last_step_age_s,
             metrics=self.engine.metrics.text(),
             owner_generation=self._weights.generation,
-            weight_file_bytes_read=0,
             prefix=engine_pb2.Prefix(
                 state=self.prefixes.state.value,
                 restored=self.prefixes.restored,

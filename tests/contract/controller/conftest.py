@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -33,7 +34,7 @@ DEADLINE_S = 30.0
 BEAT_S = 0.1
 
 
-class Server:
+class Server(ABC):
     """A server that can be killed and started again, and whose status can be watched."""
 
     def __init__(self, path: Path) -> None:
@@ -42,8 +43,9 @@ class Server:
         self.metrics = "# HELP peer_beats Beats\n# TYPE peer_beats gauge\npeer_beats 1.0\n"
         self._stack: AsyncExitStack | None = None
 
+    @abstractmethod
     def register(self, server: Any) -> None:
-        raise NotImplementedError
+        """Adds what it serves."""
 
     async def start(self) -> None:
         self._stack = AsyncExitStack()
