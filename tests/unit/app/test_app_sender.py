@@ -117,13 +117,15 @@ def test_no_delta_comes_of_nothing():
     assert list(deltas(0, "", [], 600)) == []
 
 
-async def test_deltas_are_gathered_until_the_tick():
+async def test_deltas_are_gathered_until_the_tick(monkeypatch: pytest.MonkeyPatch):
+    loop = asyncio.get_running_loop()
+    now = loop.time
     line = await Line().open(AppConfig(tick_s=3600.0))
-    line.sender._start -= 3599.8  # the next tick of the clock is a fifth of a second away
     running = asyncio.create_task(line.sender.run())
     for letter in "gathered":
         line.sender.put(0, letter)
         await asyncio.sleep(0)
+    monkeypatch.setattr(loop, "time", lambda: now() + 3600.0)
     payload = await read_bytes(line.reader, limit=1 << 20, timeout=10)
     running.cancel()
     assert payload is not None
