@@ -1,7 +1,8 @@
 """Which bundle a node serves: a symbolic link that `model.bundle` names, and that is replaced as a whole.
 
-A process that opens the link finds one bundle or the other, never a mixture. Processes that began with the old one
-are told apart by its release: an app refuses a runtime of another, and a runtime refuses such weights and prefixes.
+A process that opens the link finds one bundle or the other, never a mixture, and stays with what it found. Processes
+that began with the old one are told apart by its release: an app refuses a runtime of another, and a runtime refuses
+such weights and prefixes.
 """
 
 import contextlib

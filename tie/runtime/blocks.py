@@ -47,6 +47,7 @@ class BlockPool:
         self._free = list(range(total - 1, -1, -1))
         self._forget: dict[int, Callable[[], None]] = {}  # of every remembered block
         self._idle: dict[int, None] = {}  # the free ones of them, the longest unused first
+        self._shared = 0  # counted as it changes: each step asks, and to go through a large pool takes milliseconds
         self._peak_used = 0
         self._handed_out = 0
         self._returned = 0
@@ -106,6 +107,7 @@ class BlockPool:
                 del self._idle[block]
                 self._handed_out += 1
             self._references[block] += 1
+            self._shared += self._references[block] == 2
         self._peak_used = max(self._peak_used, self.total - self.free)
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -118,6 +120,7 @@ class BlockPool:
             if self._references[block] == 0:
                 raise ValueError("the block is already free")
             self._references[block] -= 1
+            self._shared -= self._references[block] == 1
             if self._references[block] == 0:
                 (idle if block in self._forget else self._free).append(block)
                 self._returned += 1
@@ -137,7 +140,7 @@ class BlockPool:
             total=self.total,
             free=self.free,
             used=self.total - self.free,
-            shared=sum(count > 1 for count in self._references),
+            shared=self._shared,
             peak_used=self._peak_used,
             handed_out=self._handed_out,
             returned=self._returned,

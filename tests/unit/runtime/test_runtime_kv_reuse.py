@@ -110,12 +110,13 @@ def test_a_restored_prompt_gives_the_same_answer_with_less_work(engine, transfer
     assert memory.computed - before == len(longer) - 24 + 5
 
 
-def _with_prefix(engine, memory, registered, contents):
+def _with_prefix(engine, memory, registered, contents, on_load=lambda: None):
     """Opens a prefix pool of one registered prompt, whose blocks are the first of `contents`."""
 
     class Sealed:
         @staticmethod
         def block(number):
+            on_load()
             return memoryview(contents[number])
 
     engine._prefix.open(PrefixTrie([registered], TOKENS), Sealed(), memory)
@@ -199,6 +200,43 @@ def test_copying_what_was_restored_holds_an_answer_up_for_a_moment_only(engine, 
     streaming.all()
     first = did.index("copy")
     assert did[first : first + 10] == ["copy", "step of 1"] * 4 + ["copy", "step of 2"], did
+
+
+def test_a_registered_prompt_is_copied_block_by_block_beside_an_answer(engine, transfers, memory):
+    """The first request with it waits, a block a step where a copy takes long; answers that stream do not."""
+    prompt = list(range(40, 61))
+    promise = promised(transfers.prepare_export("app"))
+    expected, _ = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
+    contents = export(transfers, promise)[:5]
+    wait_for(lambda: engine._pool.statistics().used == 0)
+    did: list[str] = []
+    both = threading.Event()
+    forward = memory.forward
+
+    def step(batch):
+        did.append(f"step of {len(batch.slices)}")
+        assert len(did) == 1 or both.wait(WAIT_S)
+        return forward(batch)
+
+    memory.forward = step
+    clock = iter(range(1 << 20))
+    engine._clock = lambda: float(next(clock))  # every look at it a second later
+    streaming, first, second = Collect(), Collect(), Collect()
+    engine.submit(check(pb.GenerateRequest(token_ids=[1, 2, 3], max_tokens=40), engine.bounds), streaming)
+    streaming.events.get(timeout=WAIT_S)
+    _with_prefix(engine, memory, prompt, contents, lambda: did.append("copy"))
+    for sink in (first, second):
+        engine.submit(check(pb.GenerateRequest(token_ids=prompt, max_tokens=6), engine.bounds), sink)
+    both.set()
+    for sink in (first, second):
+        events = sink.all()
+        assert [token for event in events for token in event.tokens.token_ids] == expected
+        assert events[-1].finished.cached_tokens == 20
+    streaming.all()
+    start = did.index("copy")
+    assert did[start : start + 10] == ["copy", "step of 1"] * 4 + ["copy", "step of 2"], did
+    assert did.count("copy") == 5, "each block once for both"
+    assert "step of 3" in did
 
 
 def test_wrong_blocks_would_give_another_answer(engine, transfers, memory):
