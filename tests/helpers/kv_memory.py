@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import queue
 import time
 
 import torch
@@ -63,6 +64,24 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+class Collect:
+    """Takes the events of an answer."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue = queue.SimpleQueue()
+
+    def emit(self, event, *, last):
+        self.events.put((event, last))
+
+    def all(self):
+        seen = []
+        while True:
+            event, last = self.events.get(timeout=WAIT_S)
+            seen.append(event)
+            if last:
+                return seen
 
 
 @dataclasses.dataclass

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kv_memory import BLOCKS, BYTES, CONTENTS, FORMAT, TOKENS, VOCABULARY, WAIT_S, fill, promised, wait_for
+from kv_memory import BLOCKS, BYTES, CONTENTS, FORMAT, TOKENS, VOCABULARY, WAIT_S, Collect, fill, promised, wait_for
 from kvxfer import doorbell, transfer
 from kvxfer.errors import TransferAbortedError
 from kvxfer.transfer import Consumer
@@ -20,22 +20,6 @@ from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.prefix_trie import PrefixTrie
 from tie.runtime.request import Bounds, check
 from tie.runtime.scheduler import Limits as SchedulerLimits
-
-
-class Collect:
-    def __init__(self) -> None:
-        self.events: queue.SimpleQueue = queue.SimpleQueue()
-
-    def emit(self, event, *, last):
-        self.events.put((event, last))
-
-    def all(self):
-        seen = []
-        while True:
-            event, last = self.events.get(timeout=WAIT_S)
-            seen.append(event)
-            if last:
-                return seen
 
 
 @pytest.fixture(scope="module")
