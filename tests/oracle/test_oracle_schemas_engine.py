@@ -132,7 +132,7 @@ def test_every_answer_is_valid_or_its_schema_is_refused(node):
     )
     assert all(len(detail) > len("constraint.json_schema: ") for detail in refused)
     assert len(refused) <= 0.2 * len(entries)
-    assert len(waiting) <= 0.08 * len(entries)
+    assert len(waiting) <= 0.02 * len(entries)
 
 
 def ask(node, waiting, attempt):
