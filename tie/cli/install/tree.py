@@ -79,18 +79,24 @@ def build(
         raise
 
 
-def compile_bytecode(directory: Path, prefix: PurePosixPath) -> None:
+def compile_bytecode(directory: Path, prefix: PurePosixPath, libraries: Path | None = None) -> None:
     """Compiles every module: a process of a request may write no file, and would compile what it imports each time.
 
     Bytecode is "unchecked": nothing in a node's read-only tree changes, so that a start need not look at every source.
     It is of this interpreter's version, which is the node's, too.
 
+    Args:
+        directory: the tree.
+        prefix: where it will be looked at.
+        libraries: the modules' folder, where that is not `lib`.
+
     Raises:
         ConfigError: a module does not compile.
     """
+    where = libraries or directory / "lib"
     command = [
         sys.executable, "-I", "-m", "compileall", "-q", "-j", str(len(os.sched_getaffinity(0))),
-        "--invalidation-mode", "unchecked-hash", "-s", str(directory), "-p", str(prefix), str(directory / "lib"),
+        "--invalidation-mode", "unchecked-hash", "-s", str(directory), "-p", str(prefix), str(where),
     ]  # fmt: skip
     # Strings' hashes decide the order in which sets are written.
     environment = {**os.environ, "PYTHONHASHSEED": "0"}

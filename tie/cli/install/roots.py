@@ -1,0 +1,242 @@
+"""Root file systems of the three containers: what one process needs, and nothing else, the same to the bit each time.
+
+A root has the interpreter with its standard library, the system libraries that something in it names (ELF's NEEDED, as
+the loader itself resolves them), the distributions that are listed here, and those packages of ours that the process
+imports. Nothing in it can be written, and there is no shell but where Triton starts its stub with one.
+"""
+
+import hashlib
+import re
+import shutil
+import stat
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from tie.cli.install import distributions, tree
+from tie.cli.install.machine import ASSETS, PREFIX, RUN
+from tie.daemon.errors import ConfigError
+
+_LDD_S: Final = 120.0
+_SYSTEM: Final = PurePosixPath("usr/lib/x86_64-linux-gnu")
+# Parts of the standard library that nothing here imports: tools, tests, other programs' windows and databases.
+_UNUSED: Final = frozenset(
+    {
+        "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "pydoc_data", "venv", "curses",
+        "dbm", "sqlite3", "distutils", "__pycache__", "site-packages", "dist-packages",
+    }
+)  # fmt: skip
+_UNUSED_LIBRARIES: Final = (
+    "_curses",
+    "_dbm",
+    "_gdbm",
+    "_sqlite3",
+    "_test",
+    "_tkinter",
+    "_xx",
+    "nis",
+    "ossaudiodev",
+    "readline",
+)
+# Where systemd mounts something; what is missing it would make, and the root be another one.
+_PLACES: Final = (
+    "dev",
+    "proc",
+    "sys",
+    "run/systemd/incoming",
+    "tmp",
+    "var/tmp",
+    "etc/tie",
+    f"{RUN}/assets",
+    str(ASSETS),
+)
+_LINKS: Final = {"bin": "usr/bin", "lib": "usr/lib", "lib64": "usr/lib64"}
+_RPC: Final = ("grpcio", "msgspec", "protobuf", "typing-extensions")
+
+
+@dataclass(frozen=True)
+class Root:
+    """One root file system.
+
+    Attributes:
+        unit: the service that runs in it.
+        distributions: by name; what they need is listed as well, for each asks for more than is used of it here.
+        packages: ours.
+        scripts: console scripts.
+        programs: of the system.
+        edges: folders of the run directory that the unit binds.
+        files: single files that it binds.
+    """
+
+    unit: str
+    distributions: tuple[str, ...]
+    packages: tuple[str, ...]
+    scripts: tuple[str, ...]
+    edges: tuple[str, ...]
+    programs: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+
+ROOTS: Final = {
+    "app": Root(
+        unit="tie-cloud-app@.service",
+        distributions=(*_RPC, "cffi", "cryptography", "jinja2", "llguidance", "markupsafe", "tokenizers"),
+        packages=(
+            "kvxfer", "tie/app", "tie/assets", "tie/daemon", "tie/envelope", "tie/proto", "tie/store", "tie/warden",
+        ),
+        scripts=("tie-cloud-app",),
+        edges=("runtime", "store"),
+    ),
+    "afm-runtime": Root(
+        unit="tie-afm-runtime.service",
+        distributions=(
+            *_RPC, "llguidance", "numpy", "nvidia-pytriton", "prometheus-client", "pyahocorasick", "supervisor",
+            "tokenizers",
+        ),
+        packages=(
+            "kvxfer", "status_probe", "tie/assets", "tie/bones", "tie/daemon", "tie/envelope", "tie/proto",
+            "tie/runtime",
+        ),
+        scripts=("tie-afm-runtime", "tie-status-probe"),
+        edges=("owner", "runtime", "engine", "probe"),
+        programs=("bash", "find"),  # Triton starts its Python stub with the one, the unit tidies up with the other
+        files=("etc/passwd", "etc/group", "etc/nsswitch.conf"),
+    ),
+    "model-owner": Root(
+        unit="tie-model-owner.service",
+        distributions=(*_RPC, "gguf", "numpy", "prometheus-client", "pyyaml"),
+        packages=("kvxfer", "model_owner", "tie/assets", "tie/bones", "tie/daemon", "tie/envelope", "tie/proto"),
+        scripts=("tie-model-owner",),
+        edges=("owner", "owner-control"),
+        programs=("find",),
+        files=("etc/passwd", "etc/nsswitch.conf"),
+    ),
+}  # fmt: skip
+
+
+def build(root: Root, directory: Path, python: Path) -> str:
+    """Lays a root file system out in `directory`, which must not exist; returns its hash.
+
+    Raises:
+        ConfigError: this environment or this machine lacks something that it needs.
+        OSError: it cannot be written.
+    """
+    try:
+        _environment(root, directory / PREFIX.relative_to("/"), python)
+        _standard_library(directory, python)
+        for program in (python, *(Path("/usr/bin") / name for name in root.programs)):
+            _copy(program, directory / program.relative_to("/"))
+        for place in _PLACES:
+            (directory / place.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        for edge in root.edges:
+            (directory / str(RUN).lstrip("/") / edge).mkdir(parents=True, exist_ok=True)
+        for name in ("run/systemd/notify", *root.files):
+            (directory / name).write_bytes(b"")  # bound over
+        for name, target in _LINKS.items():
+            (directory / name).symlink_to(target)
+        _system_libraries(directory)
+        tree.compile_bytecode(directory, PurePosixPath("/"), directory / "usr/lib" / python.name)
+        return tree.settle(directory)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _environment(root: Root, directory: Path, python: Path) -> None:
+    project = metadata.distribution(distributions.PROJECT)
+    chosen = []
+    for name in root.distributions:
+        try:
+            chosen.append(metadata.distribution(name))
+        except metadata.PackageNotFoundError:
+            raise ConfigError(f"{name} is not installed here", hint="./run setup") from None
+    distributions.check_lock(chosen, distributions.shared("requirements.lock"))
+    sources = [source for item in chosen for source in distributions.sources(item)]
+    stubs = "python_backend_stubs"  # Triton brings one for each Python, of which the machine has one
+    ours = python.name.removeprefix("python")
+    sources = [item for item in sources if stubs not in item.path.parts or ours in item.path.parts]
+    sources += [source for source in distributions.sources(project) if _belongs(root, source.path)]
+    scripts = {name: entry for name, entry in distributions.scripts(project).items() if name in root.scripts}
+    tree.build(directory, sources, scripts, records={}, prefix=PREFIX, python=python)
+    tree.compile_bytecode(directory, PREFIX)
+
+
+def _belongs(root: Root, path: PurePosixPath) -> bool:
+    inside = PurePosixPath(*path.parts[1:])
+    if inside.parent == PurePosixPath("tie") or path.parent.suffix == ".dist-info":
+        return True  # the package itself, and its version
+    return any(inside.is_relative_to(package) for package in root.packages)
+
+
+def _standard_library(directory: Path, python: Path) -> None:
+    source = Path("/usr/lib") / python.name
+    for file in source.rglob("*"):
+        inside = file.relative_to(source)
+        if (
+            file.is_symlink()
+            or not file.is_file()
+            or _UNUSED & set(inside.parts)
+            or inside.parts[0].startswith("config-")
+        ):
+            continue
+        if inside.parts[0] == "lib-dynload" and file.name.startswith(_UNUSED_LIBRARIES):
+            continue
+        if file.suffix in (".py", ".so"):
+            _copy(file, directory / "usr/lib" / python.name / inside)
+
+
+def _system_libraries(directory: Path) -> None:
+    """Copies every library that a file in the root names, until none is missing."""
+    todo = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink() and _is_elf(path)]
+    todo += [Path(f"/{_SYSTEM}/libgcc_s.so.1")]  # opened by the C library when a thread is cancelled
+    done = subprocess.run(
+        ["ldd", *map(str, todo)], capture_output=True, text=True, timeout=_LDD_S, check=False, env={"LC_ALL": "C"}
+    )
+    needed = dict(re.findall(r"(?m)^\s+(\S+) => (/\S+) \(", done.stdout))
+    needed |= {Path(path).name: path for path in re.findall(r"(?m)^\s+(/lib\S*/ld-linux\S+) \(", done.stdout)}
+    needed["libgcc_s.so.1"] = f"/{_SYSTEM}/libgcc_s.so.1"
+    for name in re.findall(r"(?m)^\s+(libpython\S+) => not found", done.stdout):
+        raise ConfigError(f"this machine lacks {name}", hint=f"apt-get install {name.partition('.so')[0]}")
+    for name, path in needed.items():
+        if Path(path).is_relative_to(directory):
+            continue
+        place = PurePosixPath("usr/lib64") if name.startswith("ld-linux") else _SYSTEM
+        _copy(Path(path), directory / place / name)
+
+
+def _is_elf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"\x7fELF"
+
+
+def _copy(source: Path, destination: Path) -> None:
+    if not source.exists():
+        raise ConfigError(f"this machine lacks {source}")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, destination)
+    destination.chmod(0o755 if source.stat().st_mode & stat.S_IXUSR else 0o644)
+
+
+def drop_in(root: Root, directory: PurePosixPath, unit: str) -> str:
+    """A drop-in that lets a unit run in its own root instead of a view of the machine's /usr.
+
+    Args:
+        root: of that unit.
+        directory: where the root is on the machine.
+        unit: the text of the unit.
+    """
+    bound = " ".join(re.findall(r"(?m)^BindReadOnlyPaths=(.*)$", unit)).split()
+    kept = [path for path in bound if path.lstrip("-") not in ("/usr", "/etc/ld.so.cache", str(PREFIX))]
+    lines = [f"RootDirectory={directory}", "BindReadOnlyPaths=", f"BindReadOnlyPaths={' '.join(kept)}"]
+    if "\nNoExecPaths=" in unit:  # there is nothing to run
+        lines += ["NoExecPaths=", "ExecPaths="]
+    return f"# {root.unit}: a root of its own.\n[Service]\n" + "\n".join(lines) + "\n"
+
+
+def system(python: Path) -> str:
+    """What of this machine's own packages goes into a root, as a hash: another one after an update of them."""
+    libraries = ("libc.so.6", "libcrypto.so.3", "libssl.so.3", "libstdc++.so.6", "libz.so.1")
+    files = [python, *(Path("/") / _SYSTEM / name for name in libraries)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files if path.is_file())).hexdigest()
