@@ -4,6 +4,7 @@ Each test stands on its own (fixtures bring the machine to where it begins), and
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import pytest
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
+# A root of its own for the app, and where it may take longer for all that can have one.
+CONTAINERS = ("--container=app",)
+if os.environ.get("TIE_SLOW") == "1":
+    CONTAINERS += ("--container=afm-runtime", "--container=model-owner")
 TIE = str(Path(sys.executable).with_name("tie"))  # of this checkout's environment, which the machine sees as well
 INSTALLED = "/opt/tie/bin/tie"
 MODEL = "smollm2-135m-instruct"
@@ -86,7 +91,7 @@ def before(bare_machine) -> dict[str, set[str]]:
 @pytest.fixture
 def installed(bare_machine, before):
     """The machine with a node on it."""
-    bare_machine.run(TIE, "install", "--demo", timeout=300)
+    bare_machine.run(TIE, "install", "--demo", *CONTAINERS, timeout=300)
     return bare_machine
 
 
@@ -115,6 +120,7 @@ def test_a_second_installation_finds_nothing_to_do(installed):
     # The installed command can do it as well: it carries all that it was made from.
     assert "nothing to do" in installed.run(INSTALLED, "install", timeout=120).stdout
     assert state(installed) == there
+    assert doctor(installed)["installation"]["level"] == "ok", "nothing was written into trees and roots"
 
 
 def test_what_an_operator_edits_stays(installed):
@@ -128,21 +134,25 @@ def test_what_an_operator_edits_stays(installed):
         path.write_text(shipped)
 
 
-def test_doctor_sees_what_is_damaged(installed):
-    def doctor() -> dict[str, dict]:
-        done = installed.run(INSTALLED, "doctor", "--json", check=False, timeout=120)
-        return {result["name"]: result for result in json.loads(done.stdout)}
+def doctor(machine) -> dict[str, dict]:
+    """What `tie doctor` says, by name."""
+    done = machine.run(INSTALLED, "doctor", "--json", check=False, timeout=120)
+    return {result["name"]: result for result in json.loads(done.stdout)}
 
-    assert {doctor()[name]["level"] for name in ("installation", "units", "accounts", "model", "keys")} == {"ok"}
+
+def test_doctor_sees_what_is_damaged(installed):
+    found = doctor(installed)
+    good = ("installation", "units", "accounts", "configuration", "model", "keys", "volatile storage")
+    assert {found[name]["level"] for name in good} == {"ok"}
     module = next(installed.path("/opt/tie-trees").rglob("tie/__init__.py"))
     content = module.read_bytes()
     module.write_bytes(content + b"# changed\n")
     try:
-        found = doctor()["installation"]
+        found = doctor(installed)["installation"]
         assert (found["level"], "tie install" in found["hint"]) == ("missing", True)
     finally:
         module.write_bytes(content)
-    assert doctor()["installation"]["level"] == "ok"
+    assert doctor(installed)["installation"]["level"] == "ok"
 
 
 def test_an_installed_node_answers_from_outside(node):
@@ -190,6 +200,7 @@ def test_a_stop_leaves_nothing(installed, wait):
     installed.run("systemctl", "stop", "tie.target", timeout=120)
     wait("the node's processes to end", lambda: not processes(installed))
     assert state(installed) == there
+    assert doctor(installed)["installation"]["level"] == "ok", "nothing was written into trees and roots"
 
 
 def test_an_uninstallation_leaves_nothing(installed, before):

@@ -121,9 +121,9 @@ def sources(distribution: Distribution) -> Iterator[Source]:
         if file.suffix == ".pyc" or path.name in ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD"):
             continue  # how it came here, which says nothing of what it is
         if path.parts[0] == "..":
-            if SHARE.parts[1] not in path.parts:
+            path = PurePosixPath(*(part for part in path.parts if part != ".."))
+            if not path.is_relative_to(SHARE):
                 continue  # scripts and manual pages
-            path = SHARE / PurePosixPath(*path.parts[path.parts.index(SHARE.parts[1]) + 1 :])
         else:
             path = _SITE / path
         digest = file.hash.value if file.hash and file.hash.mode == "sha256" else ""

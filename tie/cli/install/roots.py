@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from tie.cli.install import distributions, tree
-from tie.cli.install.machine import ASSETS, PREFIX, RUN
+from tie.cli.install.machine import PREFIX, RUN
 from tie.daemon.errors import ConfigError
 
 _LDD_S: Final = 120.0
@@ -49,9 +49,10 @@ _PLACES: Final = (
     "tmp",
     "var/tmp",
     "etc/tie",
-    f"{RUN}/assets",
-    str(ASSETS),
+    "run/tie/assets",
+    "var/lib/tie/assets",
 )
+_NOTIFY: Final = "run/systemd/notify"
 _LINKS: Final = {"bin": "usr/bin", "lib": "usr/lib", "lib64": "usr/lib64"}
 _RPC: Final = ("grpcio", "msgspec", "protobuf", "typing-extensions")
 
@@ -128,12 +129,11 @@ def build(root: Root, directory: Path, python: Path) -> str:
         _standard_library(directory, python)
         for program in (python, *(Path("/usr/bin") / name for name in root.programs)):
             _copy(program, directory / program.relative_to("/"))
-        for place in _PLACES:
-            (directory / place.lstrip("/")).mkdir(parents=True, exist_ok=True)
-        for edge in root.edges:
-            (directory / str(RUN).lstrip("/") / edge).mkdir(parents=True, exist_ok=True)
-        for name in ("run/systemd/notify", *root.files):
-            (directory / name).write_bytes(b"")  # bound over
+        for place in places(root):
+            if place in root.files or place == _NOTIFY:
+                _empty(directory / place)
+            else:
+                (directory / place).mkdir(parents=True, exist_ok=True)
         for name, target in _LINKS.items():
             (directory / name).symlink_to(target)
         _system_libraries(directory)
@@ -142,6 +142,17 @@ def build(root: Root, directory: Path, python: Path) -> str:
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
+
+
+def places(root: Root) -> list[str]:
+    """Where systemd mounts something in a root, relative to it."""
+    edges = [f"{RUN}/{edge}".lstrip("/") for edge in root.edges]
+    return [*_PLACES, *edges, _NOTIFY, *root.files]
+
+
+def _empty(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"")
 
 
 def _environment(root: Root, directory: Path, python: Path) -> None:

@@ -1,0 +1,53 @@
+"""Root file systems of the containers: the same each time, with nothing that is not needed, and able to run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from tie.cli.install import roots, tree
+
+ROOT = Path(__file__).parents[3]
+PYTHON = Path(f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}")
+SLOW = os.environ.get("TIE_SLOW") == "1"
+
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"needs {PYTHON}: roots are made of the system's own")
+
+
+@pytest.mark.parametrize("name", list(roots.ROOTS) if SLOW else ["app"])
+def test_two_builds_are_one(tmp_path, name):
+    first = roots.build(roots.ROOTS[name], tmp_path / "first", PYTHON)
+    assert first == roots.build(roots.ROOTS[name], tmp_path / "second", PYTHON)
+    archives = [tree.archive(tmp_path / each, tmp_path / f"{each}.tar") for each in ("first", "second")]
+    assert archives[0] == archives[1]
+    inside = tmp_path / "first"
+    programs = {path.name for path in (inside / "usr/bin").iterdir()}
+    assert programs == {PYTHON.name, *roots.ROOTS[name].programs}
+    assert not list(inside.rglob("__pycache__/*test*")), "nobody's tests are in it"
+    for unwanted in ("torch", "transformers", "pip", "setuptools", "tie/cli", "tie/device", "tie/cloudboard"):
+        assert not list((inside / "opt/tie/lib").glob(f"*/site-packages/{unwanted}")), unwanted
+    for path in inside.rglob("*"):
+        assert path.is_symlink() or not path.stat().st_mode & 0o022, "nobody but its owner may write"
+    if os.geteuid() == 0:
+        script = f"/opt/tie/bin/{roots.ROOTS[name].scripts[0]}"
+        done = subprocess.run(
+            ["chroot", inside, script, "--help"], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", roots.ROOTS)
+def test_a_root_has_every_place_that_its_unit_mounts_something_on(name):
+    root = roots.ROOTS[name]
+    unit = (ROOT / "systemd" / root.unit).read_text()
+    text = unit + roots.drop_in(root, PurePosixPath("/opt/tie/roots") / name, unit)
+    after = text[text.rindex("BindReadOnlyPaths=\n") :]
+    bound = " ".join(
+        re.findall(r"(?m)^Bind(?:ReadOnly)?Paths=(.*)$", after) + re.findall(r"(?m)^BindPaths=(.*)$", unit)
+    )
+    places = {path.lstrip("-/") for path in bound.split()}
+    assert places - {"usr", "etc/ld.so.cache", "opt/tie"} <= set(roots.places(root))
+    assert "/usr" not in after.split(), "it sees its own"
