@@ -6,6 +6,7 @@ Each test stands on its own (fixtures bring the machine to where it begins), and
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,35 @@ def test_a_death_is_mended(node, wait, unit):
     wait(
         "an answer: what CloudBoard knows of the node is a moment old", lambda: try_to_ask(node).returncode == 0, BACK_S
     )
+
+
+@pytest.mark.skipif(os.environ.get("TIE_SLOW") != "1", reason="takes a minute: TIE_SLOW=1")
+def test_another_version_loses_no_request_of_four_clients(node):
+    key = node.path("/run/tie/keys/statement.pub")
+    before = node.path("/opt/tie").readlink()
+    stop = threading.Event()
+    ends: list[int] = []
+
+    def client() -> None:
+        while not stop.is_set():
+            ends.append(try_to_ask(node).returncode)
+
+    clients = [threading.Thread(target=client) for _ in range(4)]
+    for each in clients:
+        each.start()
+    try:
+        done = node.run(TIE, "install", "--container=none", timeout=400)
+    finally:
+        stop.set()
+        for each in clients:
+            each.join()
+    assert "out of service" in done.stdout
+    assert node.path("/opt/tie").readlink() != before
+    assert key.exists()
+    assert set(ends) <= {0, 69, 75}, "answered, busy, or not reached at all: never cut off"
+    assert ends.count(0) > 8
+    print(f"answered {ends.count(0)}, busy {ends.count(75)}, not reached {ends.count(69)}")
+    assert ask(node)["text"]
 
 
 def test_a_stop_leaves_nothing(installed, wait):

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import click
 
-from tie.cli.install import plan, removal
-from tie.cli.install.machine import ASSETS, CONFIG, TARGET, Machine
+from tie.cli.install import distributions, files, plan, removal
+from tie.cli.install.exchange import Drain, Restart
+from tie.cli.install.machine import ASSETS, CONFIG, PREFIX, TARGET, Machine
 from tie.cli.install.roots import ROOTS
-from tie.cli.install.steps import Command, carry_out
+from tie.cli.install.steps import Command, Folder, Link, Step, WriteFiles, carry_out
 
 _ROOT = click.option(
     "--root",
@@ -30,6 +31,13 @@ _DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would be done,
     type=click.Choice([*ROOTS, "none"]),
     help="Give it a root file system of its own; may be repeated [default: as it is; at first: app].",
 )
+@click.option(
+    "--restart",
+    type=click.Choice(["drained", "now", "no"]),
+    default="drained",
+    show_default=True,
+    help="How a running node gets to the new version.",
+)
 @click.option("--start", is_flag=True, help="Start the node, too.")
 @_DRY_RUN
 def install(
@@ -39,6 +47,7 @@ def install(
     bundle: Path | None,
     gpu: bool | None,
     containers: tuple[str, ...],
+    restart: str,
     start: bool,
     dry_run: bool,
 ) -> None:
@@ -52,6 +61,9 @@ def install(
         machine.check()
     chosen = tuple(name for name in ROOTS if name in containers) if containers else None
     steps = plan.steps(machine, plan.Wish(gpu=gpu, containers=chosen, bundle=bundle, demo=demo))
+    running = machine.is_active(TARGET)
+    if running and restart != "no":
+        steps = _exchanged(machine, steps, drained=restart == "drained")
     if start and machine.live and not machine.is_active(TARGET):
         starting, stopping = ["systemctl", "start", TARGET], ["systemctl", "stop", TARGET]
         steps.append(Command(machine, f"{TARGET} starts", [starting], [stopping]))
@@ -61,15 +73,24 @@ def install(
         if not steps:
             click.echo("nothing to do: the machine is as it would be made")
         return
-    running = machine.is_active(TARGET)
     carry_out(steps, click.echo)
     click.echo("installed" if steps else "nothing to do: the machine is as it should be")
-    if steps and running:
+    if steps and running and restart == "no":
         click.echo(f"the node still runs what it began with: systemctl restart {TARGET}")
     if not machine.at(ASSETS / "active").exists():
         click.echo(f"no model yet: tie install --bundle DIRECTORY, or --demo; {CONFIG} names {ASSETS / 'active'}")
     elif machine.live and not machine.is_active(TARGET):
         click.echo(f"start it: systemctl start {TARGET}; look at it: tie doctor, tie status")
+
+
+def _exchanged(machine: Machine, steps: list[Step], *, drained: bool) -> list[Step]:
+    """The same steps, for a node that runs: what takes long comes first, then it is drained, changed and started."""
+    if not any(isinstance(step, WriteFiles) or (isinstance(step, Link) and step.place == PREFIX) for step in steps):
+        return steps
+    units = files.units(distributions.shared("systemd"))
+    long = [step for step in steps if isinstance(step, Folder)]
+    short = [step for step in steps if not isinstance(step, Folder)]
+    return [*long, *([Drain(machine, units)] if drained else []), *short, Restart(machine, units)]
 
 
 @click.command()

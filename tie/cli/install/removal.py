@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from tie.cli.install import distributions, files, plan
+from tie.cli.install.exchange import stop
 from tie.cli.install.machine import ASSETS, COMMAND, CONFIG, KEYS, PREFIX, RUN, STATE, TARGET, TREES, Machine
 from tie.cli.install.roots import ROOTS
 from tie.cli.install.steps import WriteFiles, names, remove_accounts
@@ -62,10 +63,8 @@ def _edited(machine: Machine, systemd: Path) -> bool:
 
 
 def _stop(machine: Machine, units: list[str]) -> None:
-    single = [unit for unit in units if "@" not in unit and unit not in (TARGET, KEYS)]
-    instances = [unit.replace("@", "@*") for unit in units if "@" in unit]
-    machine.run("systemctl", "stop", TARGET)
-    machine.run("systemctl", "stop", KEYS, *single, *instances)
+    stop(machine, units)
+    machine.run("systemctl", "stop", KEYS)
 
 
 def _forget(machine: Machine, units: list[str]) -> None:
