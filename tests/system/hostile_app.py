@@ -170,12 +170,9 @@ ATTEMPTS = {
 def main():
     connection = socket.socket(fileno=3)
     word = connection.recv(200).decode()
-    if word == "nothing":
-        connection.recv(1)
-        return
     try:
-        answer = f"done {ATTEMPTS[word]()}"
-    except (OSError, MemoryError, OverflowError) as error:
+        answer = f"done {ATTEMPTS[word]()}" if word in ATTEMPTS else "here"
+    except (OSError, MemoryError, OverflowError, ValueError) as error:
         answer = errno.errorcode.get(error.errno or 0, "?") if isinstance(error, OSError) else type(error).__name__
     connection.sendall(json.dumps(answer).encode())
     connection.shutdown(socket.SHUT_WR)

@@ -95,7 +95,7 @@ def compile_bytecode(directory: Path, prefix: PurePosixPath, libraries: Path | N
     """
     where = libraries or directory / "lib"
     command = [
-        sys.executable, "-I", "-m", "compileall", "-q", "-j", str(len(os.sched_getaffinity(0))),
+        sys.executable, "-P", "-m", "compileall", "-q", "-j", str(len(os.sched_getaffinity(0))),
         "--invalidation-mode", "unchecked-hash", "-s", str(directory), "-p", str(prefix), str(where),
     ]  # fmt: skip
     # Strings' hashes decide the order in which sets are written.
