@@ -5,6 +5,7 @@ or attempts what the word says, and stays until the other side closes.
 """
 
 import json
+import os
 import signal
 
 import pytest
@@ -142,3 +143,39 @@ def test_a_burst_beyond_the_default_limits_is_served(machine, dial):
     answers = json.loads(dial("see", 100).stdout)
     assert len({json.loads(answer)["uid"] for answer in answers}) == 100
     assert machine.show("prober.socket", "ActiveState") == {"ActiveState": "active"}
+
+
+_COUNT_THE_DEAD = r"""
+import glob, json, os, socket, sys, time
+path, count = sys.argv[1], int(sys.argv[2])
+took = []
+for _ in range(count):
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(30)
+    connection.connect(path)
+    connection.sendall(b"see")
+    answer = b""
+    while chunk := connection.recv(65536):
+        answer += chunk
+    view = json.loads(answer)
+    group = glob.glob(f"/sys/fs/cgroup/**/prober@*-{os.getpid()}-0.service", recursive=True)
+    assert group, "its cgroup"
+    private = glob.glob("/tmp/systemd-private-*prober@*") + glob.glob("/var/tmp/systemd-private-*prober@*")
+    begun = time.monotonic()
+    connection.close()
+    while any(map(os.path.exists, [*group, *private])):
+        assert time.monotonic() - begun < 10, (group, private)
+        time.sleep(0.0005)
+    took.append(time.monotonic() - begun)
+took.sort()
+print(json.dumps([1000 * took[int(share * (count - 1))] for share in (0.5, 0.99, 1.0)]))
+"""
+
+
+def test_nothing_of_an_instance_outlives_it(machine, dial):
+    # Its processes go before its cgroup can, and systemd removes its private folders last.
+    count = 1000 if os.environ.get("TIE_SLOW") == "1" else 20
+    script = ("/opt/tie/bin/python", "-c", _COUNT_THE_DEAD, "/run/tie/app/prober.sock", str(count))
+    figures = json.loads(machine.run(*script, timeout=600).stdout)
+    print(f"gone after (ms; median, p99, longest of {count}): {', '.join(f'{figure:.1f}' for figure in figures)}")
+    assert machine.instances("prober@") == []

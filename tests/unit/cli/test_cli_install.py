@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import os
+import signal
 import stat
 import sys
 from importlib import metadata
@@ -13,7 +14,7 @@ import pytest
 from tie.cli.install import distributions, plan, removal, steps, tree
 from tie.cli.install.checks import installed
 from tie.cli.install.distributions import Source
-from tie.cli.install.machine import CONFIG, PREFIX, UNITS, Machine
+from tie.cli.install.machine import CONFIG, PREFIX, TREES, UNITS, Machine
 from tie.cli.install.steps import Folder, Link, WriteFiles, carry_out
 from tie.daemon.errors import ConfigError
 
@@ -179,6 +180,44 @@ def test_whatever_fails_is_taken_back(tmp_path):
     assert everything(tmp_path) == before
     assert {path for path in tmp_path.rglob("*") if path.is_dir()} == folders
     assert sum(line.startswith("taking back") for line in said) == len(wanted) - 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_takes_everything_back_and_nothing_interrupts_that(tmp_path, number):
+    class Interrupted(_Fails):
+        def do(self) -> None:
+            os.kill(os.getpid(), number)
+
+    class Interrupting(_Fails):
+        def do(self) -> None:
+            pass
+
+        def undo(self) -> None:
+            os.kill(os.getpid(), number)
+
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    link = Link(Machine(tmp_path), "", PurePosixPath("/link"), PurePosixPath("after"))
+    with pytest.raises(KeyboardInterrupt):
+        carry_out([link, Interrupting(), Interrupted()], _quietly)
+    assert list(tmp_path.iterdir()) == []
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
+
+
+def test_two_installations_at_once_are_refused(tmp_path):
+    with Machine(tmp_path).alone(), pytest.raises(ConfigError, match="under way"), Machine(tmp_path).alone():
+        raise AssertionError("unreachable")
+    with Machine(tmp_path).alone():
+        pass
+
+
+def test_of_old_versions_the_last_one_stays(tmp_path):
+    machine = Machine(tmp_path)
+    for name in ("1", "2", "3"):
+        machine.at(TREES / name / "tree").mkdir(parents=True)
+    machine.at(PREFIX).symlink_to(TREES / "3/tree")
+    for old in removal.old_trees(machine, keep=TREES / "2"):
+        old.do()
+    assert {path.name for path in machine.at(TREES).iterdir()} == {"2", "3"}
 
 
 def test_a_folder_that_cannot_be_made_whole_does_not_appear(tmp_path):

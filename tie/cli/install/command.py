@@ -73,7 +73,13 @@ def install(
         if not steps:
             click.echo("nothing to do: the machine is as it would be made")
         return
-    carry_out(steps, click.echo)
+    before = plan.tree_in_use(machine)
+    with machine.alone():
+        carry_out(steps, click.echo)
+        if restart != "no":
+            for tree in removal.old_trees(machine, keep=before):
+                click.echo(f"an older version goes: {tree.says}")
+                tree.do()
     click.echo("installed" if steps else "nothing to do: the machine is as it should be")
     if steps and running and restart == "no":
         click.echo(f"the node still runs what it began with: systemctl restart {TARGET}")

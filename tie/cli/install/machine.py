@@ -4,10 +4,13 @@ Nothing lands where a package manager's files are: units, accounts and directori
 (`/usr/local/lib`, systemd.unit(5)), so that a package may come later, and an operator's files in /etc win over both.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -90,6 +93,23 @@ class Machine:
         # Links in an image lead to places in that image.
         found = self.root / path.relative_to("/")
         return found.exists() or found.is_symlink()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keeps a second installation from the machine meanwhile.
+
+        Raises:
+            ConfigError: one is under way.
+        """
+        held = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # a lock that leaves no file
+        try:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError("another installation is under way here", hint="wait until it is done") from None
+            yield
+        finally:
+            os.close(held)
 
     def systemctl(self, *arguments: str) -> str:
         """Runs systemctl, on the image's files where this is one. Raises as `run`."""

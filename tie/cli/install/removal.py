@@ -52,6 +52,15 @@ def steps(machine: Machine, *, purge: bool) -> list[Removal]:
     return found
 
 
+def old_trees(machine: Machine, *, keep: PurePosixPath) -> list[Removal]:
+    """Trees of versions that are neither in use nor the one to keep, which was in use before."""
+    used = {keep.name, plan.tree_in_use(machine).name}
+    folders = machine.at(TREES).iterdir() if machine.at(TREES).is_dir() else ()
+    return [
+        Removal(str(TREES / folder.name), _remover(folder)) for folder in sorted(folders) if folder.name not in used
+    ]
+
+
 def kept(machine: Machine, *, purge: bool) -> list[PurePosixPath]:
     """What stays, because it is an operator's."""
     return [] if purge else [place for place in (CONFIG, ASSETS) if machine.at(place).exists()]

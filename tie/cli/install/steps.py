@@ -3,6 +3,7 @@
 import contextlib
 import secrets
 import shutil
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -32,19 +33,29 @@ class Step(Protocol):
 
 
 def carry_out(steps: Iterable[Step], say: Say) -> None:
-    """Does all steps, or takes back those that were done, the last first, and raises what went wrong."""
+    """Does all steps, or takes back those that were done, the last first, and raises what went wrong.
+
+    SIGTERM and SIGHUP count as an interrupt; while something is taken back no signal interrupts that.
+    """
     done: list[Step] = []
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     try:
         for step in steps:
             say(step.says)
             step.do()
             done.append(step)
     except BaseException:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
         for step in reversed(done):
             say(f"taking back: {step.says}")
             with contextlib.suppress(Exception):  # what went wrong first is what has to be told
                 step.undo()
         raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass
