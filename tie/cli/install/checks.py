@@ -40,7 +40,8 @@ def _whole(machine: Machine) -> Check:
 
 
 def _units(machine: Machine, systemd: Path) -> Check:
-    wanted = files.shipped(systemd, gpu=plan.has_gpu(machine), containers=plan.has_containers(machine))
+    containers = plan.places(plan.tree_in_use(machine), plan.has_containers(machine))
+    wanted = files.shipped(systemd, gpu=plan.has_gpu(machine), containers=containers)
     different = [place.name for place, content in wanted.items() if _read(machine.at(place)) != content]
     if different:
         return Check("units", Level.MISSING, f"missing or changed: {', '.join(different)}", _AGAIN)

@@ -1,10 +1,10 @@
 """Which files an installation has beside its tree: shipped name → place on the machine."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from tie.cli.install.machine import PREFIX, PRESETS, SYSUSERS, TMPFILES, UNITS
+from tie.cli.install.machine import PRESETS, SYSUSERS, TMPFILES, UNITS
 from tie.cli.install.roots import ROOTS, drop_in
 
 _UNITS: Final = frozenset({".service", ".socket", ".target", ".slice"})
@@ -12,13 +12,16 @@ GPU: Final = "50-gpu.conf"
 ROOT: Final = "40-root.conf"
 
 
-def shipped(systemd: Path, *, gpu: bool, containers: Iterable[str] = ()) -> dict[PurePosixPath, bytes]:
+def shipped(
+    systemd: Path, *, gpu: bool, containers: Mapping[str, PurePosixPath] | None = None
+) -> dict[PurePosixPath, bytes]:
     """Place → content, of every file of `systemd/` but the configuration.
 
     Args:
         systemd: the shipped folder.
         gpu: with the drop-ins for a node with GPUs.
-        containers: the names of those whose units run in a root of their own.
+        containers: where the roots are of those whose units run in one of their own. No path with a link in it: systemd
+            cannot make such a root's mounts.
     """
     found = {UNITS / path.name: path for path in systemd.iterdir() if path.suffix in _UNITS}
     found |= {PRESETS / f"50-{path.name}": path for path in systemd.glob("*.preset")}
@@ -27,9 +30,9 @@ def shipped(systemd: Path, *, gpu: bool, containers: Iterable[str] = ()) -> dict
     if gpu:
         found |= {UNITS / f"{path.stem}.service.d" / GPU: path for path in (systemd / "gpu").glob("*.conf")}
     contents = {place: path.read_bytes() for place, path in found.items()}
-    for name in containers:
+    for name, root in (containers or {}).items():
         unit = ROOTS[name].unit
-        text = drop_in(ROOTS[name], PREFIX / "roots" / name, (systemd / unit).read_text())
+        text = drop_in(ROOTS[name], root, (systemd / unit).read_text())
         contents[UNITS / f"{unit}.d" / ROOT] = text.encode()
     return {place: contents[place] for place in sorted(contents)}
 

@@ -3,7 +3,7 @@
 import hashlib
 import importlib.metadata
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -56,7 +56,7 @@ def steps(machine: Machine, wish: Wish) -> list[Step]:
         containers = ()  # they are made of this machine's own libraries, not of an image's
     recipe = _Recipe.of_this_environment(machine, containers)
     gpu = has_gpu(machine) if wish.gpu is None else wish.gpu
-    wanted_files = files.shipped(systemd, gpu=gpu, containers=containers)
+    wanted_files = files.shipped(systemd, gpu=gpu, containers=places(recipe.place, containers))
     users, groups = files.accounts(systemd)
     wanted: list[Step] = []
     if not is_whole(machine, recipe.place):
@@ -144,6 +144,11 @@ def has_containers(machine: Machine) -> tuple[str, ...]:
     return tuple(name for name, root in roots.ROOTS.items() if (units / f"{root.unit}.d" / files.ROOT).exists())
 
 
+def places(folder: PurePosixPath, containers: Iterable[str]) -> dict[str, PurePosixPath]:
+    """Where the roots of containers are in a tree's folder."""
+    return {name: folder / _TREE / "roots" / name for name in containers}
+
+
 def tree_in_use(machine: Machine) -> PurePosixPath:
     """The folder of the tree that PREFIX names; TREES itself where there is none."""
     return PurePosixPath(_link(machine, PREFIX) or TREES / _TREE).parent
@@ -163,7 +168,7 @@ def _link(machine: Machine, place: PurePosixPath) -> str:
 
 def _obsolete(machine: Machine, before: Path, wanted: dict[PurePosixPath, bytes]) -> set[PurePosixPath]:
     """Files of the installation that is there which the new one has no more."""
-    old = set(files.shipped(before, gpu=True, containers=roots.ROOTS)) - set(wanted)
+    old = set(files.shipped(before, gpu=True, containers=places(TREES, roots.ROOTS))) - set(wanted)
     return {place for place in old if machine.at(place).exists()}
 
 

@@ -30,7 +30,11 @@ def steps(machine: Machine, *, purge: bool) -> list[Removal]:
     if machine.live and any(machine.is_active(unit) for unit in units if "@" not in unit):
         found.append(Removal("the node stops", lambda: _stop(machine, units)))
     where = [] if machine.root == Path("/") else [f"--root={machine.root}"]
-    there = [place for place in files.shipped(systemd, gpu=True, containers=ROOTS) if machine.at(place).exists()]
+    there = [
+        place
+        for place in files.shipped(systemd, gpu=True, containers=plan.places(TREES, ROOTS))
+        if machine.at(place).exists()
+    ]
     if there:
         enabled = files.preset(systemd)
         disable = ["systemctl", *where, "--no-reload", "disable", *enabled]

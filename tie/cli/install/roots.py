@@ -83,7 +83,9 @@ class Root:
 ROOTS: Final = {
     "app": Root(
         unit="tie-cloud-app@.service",
-        distributions=(*_RPC, "cffi", "cryptography", "jinja2", "llguidance", "markupsafe", "tokenizers"),
+        distributions=(
+            *_RPC, "cffi", "cryptography", "jinja2", "llguidance", "markupsafe", "tokenizers", "tritonclient",
+        ),
         packages=(
             "kvxfer", "tie/app", "tie/assets", "tie/daemon", "tie/envelope", "tie/proto", "tie/store", "tie/warden",
         ),
@@ -94,7 +96,7 @@ ROOTS: Final = {
         unit="tie-afm-runtime.service",
         distributions=(
             *_RPC, "llguidance", "numpy", "nvidia-pytriton", "prometheus-client", "pyahocorasick", "supervisor",
-            "tokenizers",
+            "tokenizers", "tritonclient",
         ),
         packages=(
             "kvxfer", "status_probe", "tie/assets", "tie/bones", "tie/daemon", "tie/envelope", "tie/proto",
@@ -165,13 +167,20 @@ def _environment(root: Root, directory: Path, python: Path) -> None:
             raise ConfigError(f"{name} is not installed here", hint="./run setup") from None
     distributions.check_lock(chosen, distributions.shared("requirements.lock"))
     sources = [source for item in chosen for source in distributions.sources(item)]
-    stubs = "python_backend_stubs"  # Triton brings one for each Python, of which the machine has one
-    ours = python.name.removeprefix("python")
-    sources = [item for item in sources if stubs not in item.path.parts or ours in item.path.parts]
+    sources = [item for item in sources if _wanted(item.path, python)]
     sources += [source for source in distributions.sources(project) if _belongs(root, source.path)]
     scripts = {name: entry for name, entry in distributions.scripts(project).items() if name in root.scripts}
     tree.build(directory, sources, scripts, records={}, prefix=PREFIX, python=python)
     tree.compile_bytecode(directory, PREFIX)
+
+
+def _wanted(path: PurePosixPath, python: Path) -> bool:
+    """Of Triton's packages only what is used: the stub for this Python, and the messages of its protocol."""
+    if "python_backend_stubs" in path.parts:
+        return python.name.removeprefix("python") in path.parts
+    if path.parts[:2] == ("site-packages", "tritonclient"):
+        return path.stem.removesuffix("_grpc").endswith("_pb2")
+    return True
 
 
 def _belongs(root: Root, path: PurePosixPath) -> bool:
