@@ -218,6 +218,7 @@ def for_the_tests() -> list[str]:
     """Missing system packages of programs that tests call."""
     programs = (
         ("ss", ["iproute2"]),
+        ("ps", ["procps"]),
         ("systemd-analyze", ["systemd"]),
         ("systemd-nspawn", ["systemd-container"]),
         ("cc", ["gcc", "libc6-dev"]),
