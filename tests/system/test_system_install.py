@@ -5,6 +5,7 @@ Each test stands on its own (fixtures bring the machine to where it begins), and
 
 import json
 import os
+import secrets
 import sys
 import threading
 from pathlib import Path
@@ -20,6 +21,7 @@ if os.environ.get("TIE_SLOW") == "1":
     CONTAINERS += ("--container=afm-runtime", "--container=model-owner")
 TIE = str(Path(sys.executable).with_name("tie"))  # of this checkout's environment, which the machine sees as well
 INSTALLED = "/opt/tie/bin/tie"
+SLOW = pytest.mark.skipif(os.environ.get("TIE_SLOW") != "1", reason="takes a minute: TIE_SLOW=1")
 MODEL = "smollm2-135m-instruct"
 START_S = 180.0
 BACK_S = 120.0
@@ -67,12 +69,12 @@ def available(machine) -> bool:
     return done.returncode == 0 and json.loads(done.stdout)["state"] == "available"
 
 
-def try_to_ask(machine):
+def try_to_ask(machine, prompt: str = "The capital of France is", tokens: int = 8):
     """Asks with a program that runs outside of the container."""
     key = machine.path("/run/tie/keys/statement.pub")
     return machine.from_outside(
         TIE, "chat", "--url", "http://127.0.0.1:8443", "--statement-key", str(key), "--model", MODEL, "--json",
-        "--max-tokens", "8", "--temperature", "0", "The capital of France is",
+        "--max-tokens", str(tokens), "--temperature", "0", prompt,
     )  # fmt: skip
 
 
@@ -189,7 +191,7 @@ def test_a_death_is_mended(node, wait, unit):
     )
 
 
-@pytest.mark.skipif(os.environ.get("TIE_SLOW") != "1", reason="takes a minute: TIE_SLOW=1")
+@SLOW
 def test_another_version_loses_no_request_of_four_clients(node):
     key = node.path("/run/tie/keys/statement.pub")
     before = node.path("/opt/tie").readlink()
@@ -216,6 +218,30 @@ def test_another_version_loses_no_request_of_four_clients(node):
     assert ends.count(0) > 8
     print(f"answered {ends.count(0)}, busy {ends.count(75)}, not reached {ends.count(69)}")
     assert ask(node)["text"]
+
+
+@SLOW
+@pytest.mark.parametrize("unit", ["tie-cloud-app@*.service", "tie-afm-runtime.service", "tie-model-owner.service"])
+def test_a_crash_leaves_no_core_and_nothing_of_a_prompt(node, wait, unit):
+    secret = f"hippogriff{secrets.token_hex(8)}"
+    node.run("touch", "/run/marker")
+    asking = threading.Thread(target=try_to_ask, args=(node, f"Tell me a long story of {secret}.", 400))
+    asking.start()
+    wait("the request to run", lambda: running_requests(node) > 0)
+    node.run("systemctl", "kill", "--kill-who=all", "--signal=SEGV", unit)
+    asking.join()
+    wait("the node to come back", lambda: available(node), BACK_S)
+    node.run("journalctl", "--sync", check=False)
+    changed = "find / /run /tmp /dev/shm /var/tmp -xdev -newer /run/marker -type f"
+    assert listed(node, f"{changed} -name 'core*' -size +4k") == set()
+    assert listed(node, f"{changed} -print0 | xargs -0 -r grep -la {secret}; true") == set()
+    assert listed(node, f"journalctl --no-pager | grep -a {secret}; true") == set()
+    node.run("rm", "/run/marker")
+
+
+def running_requests(machine) -> int:
+    """Requests that CloudBoard has on the node."""
+    return json.loads(machine.run(INSTALLED, "status", "--json", check=False).stdout)["in_flight"]
 
 
 def test_a_stop_leaves_nothing(installed, wait):
