@@ -315,3 +315,14 @@ def in_the_apps_place() -> Callable[..., Any]:
 def wait() -> Callable[..., None]:
     """`wait_until`, for the tests."""
     return wait_until
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Adds what the machine said to the report of a test that failed."""
+    report = yield
+    booted = getattr(item, "funcargs", {}).get("bare_machine")
+    if report.failed and isinstance(booted, Machine):
+        said = booted.run("journalctl", "--no-pager", "-o", "short-precise", "-n", "150", check=False).stdout
+        report.sections.append(("the machine's journal", said))
+    return report
