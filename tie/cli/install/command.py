@@ -29,7 +29,7 @@ _DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would be done,
     "containers",
     multiple=True,
     type=click.Choice([*ROOTS, "none"]),
-    help="Give it a root file system of its own; may be repeated [default: as it is; at first: app].",
+    help="Give it a root file system of its own; may be repeated [default: as it is; at first: none].",
 )
 @click.option(
     "--restart",

@@ -29,7 +29,7 @@ class Wish:
 
     Attributes:
         gpu: the drop-ins for GPUs; None: as they are now.
-        containers: those that run in a root of their own; None: as it is now, and at first the app alone.
+        containers: those that run in a root of their own; None: as it is now, and at first none.
         bundle: a bundle to copy onto the machine and serve.
         demo: the demo model's instead.
     """
@@ -51,7 +51,7 @@ def steps(machine: Machine, wish: Wish) -> list[Step]:
     before = current(machine)
     containers = wish.containers
     if containers is None:
-        containers = ("app",) if before is None else has_containers(machine)
+        containers = has_containers(machine)
     if machine.root != Path("/"):
         containers = ()  # they are made of this machine's own libraries, not of an image's
     recipe = _Recipe.of_this_environment(machine, containers)
