@@ -267,7 +267,8 @@ def test_a_stop_leaves_nothing(installed, wait):
     assert doctor(installed)["installation"]["level"] == "ok", "nothing was written into trees and roots"
 
 
-def test_an_uninstallation_leaves_nothing(installed, before):
+def test_an_uninstallation_leaves_nothing(installed, before, wait):
     installed.run(TIE, "uninstall", "--purge", timeout=180)
+    wait("systemd to forget the units", lambda: listed(installed, _UNITS) == before["units"])
     assert state(installed) == before
     assert "nothing is installed" in installed.run(TIE, "uninstall", timeout=60).stdout
