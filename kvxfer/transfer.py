@@ -26,7 +26,7 @@ from kvxfer.header import Header
 
 __all__ = ["Consumer", "Producer", "abort", "await_request", "request"]
 
-_BATCH_BYTES: Final = 2 << 20
+_BATCH_BYTES: Final = 1 << 20
 
 
 def request(channel: Channel, first_block: int, *, timeout: float) -> None:

@@ -186,7 +186,7 @@ def test_committed_blocks_are_write_protected(memfd):
             producer.block(0)
 
 
-@pytest.mark.parametrize("block_bytes", [5000, 1 << 20, (2 << 20) - 1, (2 << 20) + 1])
+@pytest.mark.parametrize("block_bytes", [5000, 1 << 19, (1 << 20) - 1, (1 << 20) + 1])
 def test_batches_cover_all_blocks_and_are_committed_when_the_next_is_asked_for(ends, block_bytes):
     ours, theirs = ends
     header = Header(
@@ -201,7 +201,7 @@ def test_batches_cover_all_blocks_and_are_committed_when_the_next_is_asked_for(e
         seen = 0
         for batch in producer.batches():
             assert batch.start == seen
-            assert len(batch) == 1 or len(batch) * block_bytes <= 2 << 20
+            assert len(batch) == 1 or len(batch) * block_bytes <= 1 << 20
             assert consumer.wait(0, timeout=0) == seen
             for index in batch:
                 with producer.block(index) as view:
