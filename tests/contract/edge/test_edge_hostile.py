@@ -18,12 +18,6 @@ HELLO = [{"role": "user", "content": "hello there"}]
 UPLOAD = b"POST /v1/requests HTTP/1.1\r\nhost: node\r\ncontent-length: 100000\r\n\r\n"
 
 
-@pytest.fixture
-async def client(edge):
-    async with AsyncClient(edge.url, edge.statement_key) as client:
-        yield client
-
-
 async def ask(client: AsyncClient) -> str:
     return (await (await client.chat(HELLO, model="m")).result()).text
 

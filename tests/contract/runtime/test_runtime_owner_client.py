@@ -5,10 +5,10 @@ import mmap
 import os
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
+from descriptors import open_descriptors
 from kvxfer import seals
 from kvxfer.channel import Channel, listen
 from kvxfer.errors import KvxferError
@@ -103,10 +103,6 @@ def test_a_refusal_has_its_reason(tmp_path):
     refused = owner_pb2.OwnerReply(refused=owner_pb2.Refused(reason="unknown-layout"))
     with owner(tmp_path, (refused, [])) as path, pytest.raises(RefusedError, match="unknown-layout"):
         take(path)
-
-
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 GOOD = table()

@@ -2,18 +2,14 @@
 
 import contextlib
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from descriptors import open_descriptors
 from tie.store.entries import PAGE, Entries, Entry, EntryTooLargeError, Limits, StoreFullError
-
-
-def open_descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 class Clock:
