@@ -4,13 +4,14 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 
-from tie.cloudboard.http.exchange import Exchange
-from tie.cloudboard.replies import JOB_CODES, RefusedRequestError
+from tie.cloudboard.replies import JOB_CODES
 from tie.cloudboard.standby import Jobhelper, NoJobhelperError, StandbyPool
 from tie.cloudboard.uploads import Upload
 from tie.daemon import log
 from tie.daemon.errors import PeerError
 from tie.envelope.frames import frame
+from tie.http.exchange import Exchange
+from tie.http.reply import RefusedRequestError
 from tie.proto import envelope_pb2
 
 

@@ -6,15 +6,16 @@ from typing import Final
 import grpc.aio
 
 from tie.cloudboard import keys
-from tie.cloudboard.http.limits import Limits
-from tie.cloudboard.http.server import Server, affordable
 from tie.cloudboard.ingress import Ingress
 from tie.cloudboard.registry import Registry, Servicer
+from tie.cloudboard.replies import reply
 from tie.cloudboard.standby import StandbyPool
 from tie.cloudboard.statements import Statements
 from tie.daemon import log, rpc, service
 from tie.daemon.config import CloudBoardConfig, NodeConfig
 from tie.daemon.errors import ConfigError
+from tie.http.limits import Limits
+from tie.http.server import Server, affordable
 from tie.proto import cloudboard_pb2_grpc
 
 # Of the connections, which have them from the listening socket. Peers that vanish without a word are noticed by the
@@ -45,7 +46,7 @@ async def serve(config: NodeConfig, lifetime: service.Lifetime) -> None:
     with listen(config.cloudboard) as listening:
         async with rpc.connect(config.sockets.kps) as kps:
             ingress = Ingress(config, registry, pool, Statements(kps), keys.read_statement_public(config))
-            server = Server(ingress, limits(config.cloudboard))
+            server = Server(ingress, limits(config.cloudboard), reply)
             ingress.metrics.watch(server)
             async with rpc.serve(config.sockets.node, register, metrics=ingress.metrics.text), pool.running():
                 log.event("ingress.listening", port=listening.getsockname()[1])

@@ -3,10 +3,10 @@
 from types import TracebackType
 from typing import Final, Self
 
-from tie.cloudboard.http.limits import Pace
-from tie.cloudboard.replies import RefusedRequestError
 from tie.daemon.config import NodeConfig
 from tie.envelope.stream import Direction
+from tie.http.limits import Pace
+from tie.http.reply import RefusedRequestError
 from tie.proto import envelope_pb2
 
 FRAME_LIMIT: Final = Direction.REQUEST.max_ciphertext_bytes + 4096

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tie.cloudboard import sealed_body
-from tie.cloudboard.http.exchange import Exchange
-from tie.cloudboard.replies import RefusedRequestError
 from tie.cloudboard.uploads import Uploads
 from tie.daemon.config import AppConfig, CloudBoardConfig, NodeConfig
 from tie.envelope import sealing
 from tie.envelope.frames import frame
+from tie.http.exchange import Exchange
+from tie.http.reply import RefusedRequestError
 from tie.proto import envelope_pb2
 
 HEADER = envelope_pb2.SealedIn(
