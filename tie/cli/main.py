@@ -20,6 +20,7 @@ _COMMANDS = {
     "recycle": ("tie.cli.operate:recycle", "Replace the runtime by a fresh one."),
     "maintenance": ("tie.cli.operate:maintenance", "Take the node out of service, or back in."),
     "metrics": ("tie.cli.operate:metrics", "Print the metrics of all daemons."),
+    "proxy": ("tie.cli.proxy:proxy", "Serve OpenAI's API on this machine."),
     "bench": ("tie.cli.bench:bench", "Measure how fast a node answers."),
     "doctor": ("tie.cli.doctor:doctor", "Say what this machine lacks and how to get it."),
     "assets": ("tie.cli.assets:assets", "Make and check model bundles."),

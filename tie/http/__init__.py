@@ -2,6 +2,7 @@
 
 For CloudBoard's ingress and the device's proxy.
 
+listening    the socket
 server       accepts, counts and lets go of connections
 rooms        where a connection waits when no request of its is served, and for how long
 connection   one TCP connection: finds out which HTTP it speaks
