@@ -14,7 +14,7 @@ from tie.device.proxy.failures import ApiError, invalid, unsupported
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=128)]
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**64 - 1)]
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 # Known to the API and without an effect here, because nothing of it goes to a node.
 _IGNORED: Final = frozenset({"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata"})
@@ -88,7 +88,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str
     description: str | None = None
-    parameters: msgspec.Raw | None = None
+    parameters: msgspec.Raw = msgspec.Raw()
     strict: bool | None = None
 
 

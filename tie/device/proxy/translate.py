@@ -129,9 +129,11 @@ def _message(field: str, message: Message) -> request_pb2.Message:
 
 def _tool(tool: Tool) -> request_pb2.Tool:
     function = tool.function
-    parameters = b"" if function.parameters is None else bytes(function.parameters)
+    parameters = bytes(function.parameters).decode()
     return request_pb2.Tool(
-        name=function.name, description=function.description or "", parameters_json=parameters.decode()
+        name=function.name,
+        description=function.description or "",
+        parameters_json="" if parameters == "null" else parameters,
     )
 
 
