@@ -110,12 +110,11 @@ class NodeControl(control_pb2_grpc.NodeControlServicer):
 
     def _progress(self, recycle: RecycleRecord) -> pb.RecycleProgress:
         controller = self._controller
-        ended = recycle.ended if recycle.ended is not None else controller.clock()
         return pb.RecycleProgress(
             state=STATES[controller.mind.state],
             old_instance_id=recycle.old_instance,
             new_instance_id=recycle.new_instance,
-            elapsed_s=ended - recycle.began,
+            elapsed_s=recycle.elapsed_s(controller.clock()),
             in_flight=controller.cloudboard.in_flight,
             finished=recycle.finished,
             error=recycle.error,

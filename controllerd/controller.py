@@ -157,7 +157,7 @@ class Controller:
                 case Warm(instance):
                     await self._warm(instance)
                 case EndOwner():
-                    await self.owner.shut_down(_CALL_TIMEOUT_S)
+                    await self._end_owner()
         except PeerError as error:
             if type(command) not in self._failing:  # it is tried again and again
                 log.failure("command.failed", error, action=type(command).__name__.lower())
@@ -173,6 +173,14 @@ class Controller:
             heard = True
         finally:
             self.mind.told(self.clock(), heard=heard)
+
+    async def _end_owner(self) -> None:
+        heard = False
+        try:
+            await self.owner.shut_down(_CALL_TIMEOUT_S)
+            heard = True
+        finally:
+            self.mind.owner_asked(heard=heard)
 
     async def _warm(self, instance: str) -> None:
         began, done = self.clock(), False
@@ -217,11 +225,16 @@ class Controller:
             case "runtime":
                 log.event("runtime.seen", instance_id=happening.after)
             case "recycled":
-                log.event("recycle.finished", status=happening.code, instance_id=happening.after)
+                log.event(
+                    "recycle.finished",
+                    status=happening.code,
+                    instance_id=happening.after,
+                    elapsed_s=round(self.mind.recycle.elapsed_s(self.clock()), 3) if self.mind.recycle else None,
+                )
             case "given-up":
                 log.event("node.given-up", reason=reason, action="call-somebody")
             case "peer":
-                log.event("node.peer", reason=reason, peer=happening.after)
+                pass  # who watches the peer has said so, and what was wrong
             case "recycle":
                 log.event("node.recycle", reason=reason)
             case "gpu":

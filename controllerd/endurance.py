@@ -3,7 +3,7 @@
 - A node that has just been lost returns at once; one that is lost again soon after returns only when its gates have
   held for a while, longer each time. A flapping peer thus makes a node that is away, not one that flaps.
 - Recycles for errors that bring no lasting peace escalate: after `attempts` of them the model owner is asked to end
-  (its memory may be what is wrong), and after as many again the node gives up.
+  (its memory may be what is wrong), with each further one until it has heard; after as many again the node gives up.
 - A node that has been away for `give_up_s`, for whatever reason, gives up as well.
 
 Giving up means: no more recycles for errors, and somebody is called. The node still returns by itself when all gates
@@ -70,13 +70,15 @@ class Endurance:
         return self._spent >= self._attempts
 
     def climb(self) -> str:
-        """Takes the next step: "owner" or "give-up"."""
-        self._spent = 0
+        """The next step: "owner", which is taken when `owner_asked` says so, or "give-up", which is taken now."""
         if self._owner_asked:
             self.given_up = True
             return "give-up"
-        self._owner_asked = True
         return "owner"
+
+    def owner_asked(self) -> None:
+        """The model owner has heard that it is to end, with a recycle that is the first of as many again."""
+        self._owner_asked, self._spent = True, 1
 
     def watch(self, now: float, *, available: bool, excused: bool) -> bool:
         """Looks at how long the node has been away; true once, when it is too long.
@@ -101,6 +103,6 @@ class Endurance:
         return True
 
     def begin_anew(self) -> None:
-        """Lasting peace, or an operator's wish: all counts begin again."""
+        """Lasting peace, or an operator's wish: all counts begin again, and no former loss delays a return."""
         self._spent, self._owner_asked, self.given_up = 0, False, False
-        self._away_since = None
+        self._away_since, self._hold_s = None, 0.0

@@ -29,7 +29,7 @@ class Warm:
 
 @dataclass(frozen=True, slots=True)
 class EndOwner:
-    """The model owner is to be asked to end: it starts anew, and with it the runtime."""
+    """The model owner is to be asked to end: it starts anew, and with it the runtime. Then `Mind.owner_asked`."""
 
 
 Command = Tell | Warm | EndOwner
@@ -42,7 +42,7 @@ class Happening:
     Attributes:
         kind: "state", "recycle", "recycled", "runtime", "peer", "gpu", "owner", "given-up", "maintenance".
         code: a stable code: the reason, or what became of it.
-        before: and `after`: for a state, the two states' names; else what fits the kind.
+        before: and `after`: for a state, the two states' names; for runtimes their instances; else what fits the kind.
         more: further codes: all gates that do not hold.
     """
 
@@ -109,9 +109,8 @@ class Mind:
     # ---- wishes, and what became of commands ----
 
     def request_recycle(self, now: float, reason: str, drain_s: float | None = None) -> RecycleRecord:
-        """Starts a recycle, or joins the one that is under way."""
-        if reason != triggers.ERROR:
-            self.endurance.begin_anew()
+        """Starts a recycle that somebody asks for, or joins the one under way; all counts begin anew."""
+        self.endurance.begin_anew()
         if not self.moving or self.recycle is None:
             self._begin(now, Event.RECYCLE, reason, drain_s)
         assert self.recycle is not None  # noqa: S101 (set by every way into a moving state)
@@ -139,6 +138,12 @@ class Mind:
         if done:
             self.memory = replace(self.memory, warmed_instance=instance)
 
+    def owner_asked(self, *, heard: bool) -> None:
+        """What became of `EndOwner`; where the owner has not heard, the next recycle for an error asks again."""
+        if heard:
+            self.endurance.owner_asked()
+            self._tell(Happening("owner", "asked-to-end", more=self.readiness.reasons))
+
     # ---- the look ----
 
     def look(self, now: float, facts: Facts) -> list[Command]:
@@ -160,10 +165,11 @@ class Mind:
         return commands
 
     def _decide(self, now: float, facts: Facts, commands: list[Command]) -> None:
+        self._triggers.notice(facts)
         wanted = self._triggers.wanted(self.state, now - self.since, facts, self.memory, now)
         steady = self.endurance.steady(now, ready=self.readiness.ready)
         if wanted is not None and self._may(wanted, commands):
-            self._triggers.began(now, wanted)
+            self._triggers.began(now, wanted, facts)
             self._begin(now, Event.RECYCLE, wanted, None)
         elif self.readiness.ready:
             if steady:
@@ -189,7 +195,6 @@ class Mind:
             if self.endurance.climb() == "give-up":
                 self._tell(Happening("given-up", "recycles-in-vain", more=self.readiness.reasons))
                 return False
-            self._tell(Happening("owner", "asked-to-end", more=self.readiness.reasons))
             commands.append(EndOwner())
         self.endurance.tried()
         return True
@@ -210,7 +215,7 @@ class Mind:
         if runtime is None or not runtime.instance_id:
             return
         if runtime.instance_id != self._instance:
-            self._tell(Happening("runtime", "seen", self._instance[:8], runtime.instance_id[:8]))
+            self._tell(Happening("runtime", "seen", self._instance, runtime.instance_id))
             self._instance = runtime.instance_id
             self._owner_of_instance = ""
             self.timer.start(now, runtime.uptime_s)
@@ -243,7 +248,7 @@ class Mind:
         self.recycle = RecycleRecord(reason, now, self._instance)
         self.recycles[reason] = self.recycles.get(reason, 0) + 1
         self.memory = replace(self.memory, overdue=False)
-        self._tell(Happening("recycle", reason, before=self._instance[:8], more=self.readiness.reasons))
+        self._tell(Happening("recycle", reason, before=self._instance, more=self.readiness.reasons))
         self._apply(now, event, reason)
         drain = self._deadlines.drain_s if drain_s is None else drain_s
         self.procedure = Procedure(self.recycle, drain, self._deadlines)
@@ -277,4 +282,4 @@ class Mind:
             recycle.new_instance = self._instance
             self.last_recycle_s = now - recycle.began
             self.memory = replace(self.memory, overdue=False)
-        self._tell(Happening("recycled", recycle.error or "ok", recycle.old_instance[:8], recycle.new_instance[:8]))
+        self._tell(Happening("recycled", recycle.error or "ok", recycle.old_instance, recycle.new_instance))

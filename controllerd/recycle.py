@@ -58,6 +58,10 @@ class RecycleRecord:
         """Whether it has ended, one way or the other."""
         return self.ended is not None
 
+    def elapsed_s(self, now: float) -> float:
+        """How long it has taken, or takes already."""
+        return (now if self.ended is None else self.ended) - self.began
+
 
 class Phase(IntEnum):
     """In the order in which they come."""

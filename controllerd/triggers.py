@@ -6,6 +6,7 @@
 - A runtime that was to go and did not, or that does not come up: again.
 - The hardware is unavailable: once, after the grace; letting go of a GPU is what its reset needs, and twice is no help.
 - The hardware's action is a recycle: once for each time it is asked.
+  A recycle that is wanted for another of these reasons serves both as well.
 - A peer that is merely gone (gpuhealthd, owner, CloudBoard) is no reason: it comes back by itself.
 
 Error recycles keep apart by `ErrorBackoff`.
@@ -49,18 +50,22 @@ class Triggers:
         """A recycle brought no fresh runtime: the next try waits."""
         self._backoff.spend(now)
 
-    def began(self, now: float, reason: str) -> None:
-        """A recycle that was wanted begins: the next one for an error waits."""
+    def began(self, now: float, reason: str, facts: Facts) -> None:
+        """A recycle that was wanted begins: the next one for an error waits, and the hardware has what it asked for."""
         if reason != TIMER:
             self._backoff.spend(now)
+        if facts.gpu is not None:
+            self._advice_taken |= facts.gpu.advises_recycle
+            self._gpu_tried |= not facts.gpu.fit and not facts.gpu.starting
+
+    def notice(self, facts: Facts) -> None:
+        """Hardware that is well, or asks for nothing, may ask anew."""
+        if facts.gpu is not None:
+            self._gpu_tried &= not facts.gpu.fit
+            self._advice_taken &= facts.gpu.advises_recycle
 
     def wanted(self, state: State, state_age_s: float, facts: Facts, memory: Memory, now: float) -> str | None:
-        """The reason for a recycle that should start now, or None."""
-        gpu = facts.gpu
-        if gpu is not None and gpu.fit:
-            self._gpu_tried = False
-        if gpu is not None and not gpu.advises_recycle:
-            self._advice_taken = False
+        """The reason for a recycle that should start now, or None. Asking changes nothing."""
         # Without the probe nobody can be asked; a runtime that died comes back fresh by itself.
         if state in _RESTING or facts.runtime is None:
             return None
@@ -75,7 +80,6 @@ class Triggers:
         if memory.owner_changed and owner is not None and owner.state == "ready":
             return OWNER
         if gpu is not None and gpu.advises_recycle and not self._advice_taken:
-            self._advice_taken = self._gpu_tried = True
             return ERROR
         if state is not State.ERROR or runtime is None:
             return None
@@ -86,6 +90,5 @@ class Triggers:
             return ERROR
         unfit = gpu is not None and not gpu.fit and not gpu.starting
         if unfit and not self._gpu_tried and not patient:
-            self._gpu_tried = True
             return ERROR
         return None

@@ -117,13 +117,17 @@ def classify(snapshot: Snapshot, history: History, policy: Policy) -> tuple[Asse
     tracks: dict[str, Track] = {}
     judged: list[DeviceJudgement] = []
     for device in snapshot.devices:
-        track = _look(device, history.devices.get(device.id, Track()), snapshot.provider, elapsed, policy)
+        track = history.devices.get(device.id, Track())
+        if device.formerly is not None and device.formerly in history.devices:
+            track = _joined(track, history.devices[device.formerly])
+        track = _look(device, track, snapshot.provider, elapsed, policy)
         tracks[device.id] = track
         judged.append(DeviceJudgement(device.id, device.name, track.shown or HEALTHY, device.readings))
     # Without the provider nothing can be said about devices: they have not vanished, they were not seen.
-    vanished = () if snapshot.faults else tuple(key for key in history.devices if key not in tracks)
+    seen = tracks.keys() | {device.formerly for device in snapshot.devices}
+    vanished = () if snapshot.faults else tuple(key for key in history.devices if key not in seen)
     for key, track in history.devices.items():
-        if key in tracks:
+        if key in seen:
             continue
         if key in vanished:
             missing = _judge(_moved([_fault("device-missing")], policy))
@@ -140,6 +144,19 @@ def blind(code: str, history: History) -> tuple[Assessment, History]:
     finding = _fault(code)
     judgement = Judgement(finding.verdict, (finding.code,), finding.action)
     return Assessment(judgement), replace(history, provider=replace(history.provider, shown=judgement, better=0))
+
+
+def _joined(track: Track, former: Track) -> Track:
+    """One track of a device that was known under two ids; the way back is as slow as from the worse of both."""
+    shown = (entry for entry in (track.shown, former.shown) if entry is not None)
+    return replace(
+        track,
+        shown=max(shown, key=lambda judgement: judgement.verdict, default=None),
+        better=0,
+        xids=_sum(track.xids, former.xids),
+        log_xids=_sum(track.log_xids, former.log_xids),
+        fatal=track.fatal | former.fatal,
+    )
 
 
 def _look(device: Device, track: Track, provider: str, elapsed: float, policy: Policy) -> Track:
@@ -189,6 +206,10 @@ def _count(counts: Mapping[int, int], numbers: Iterable[int]) -> Mapping[int, in
     for number in numbers:
         counted[number] = counted.get(number, 0) + 1
     return counted
+
+
+def _sum(counts: Mapping[int, int], others: Mapping[int, int]) -> Mapping[int, int]:
+    return {number: counts.get(number, 0) + others.get(number, 0) for number in counts.keys() | others.keys()}
 
 
 def _moved(findings: Iterable[Finding], policy: Policy) -> Iterable[Finding]:

@@ -1,12 +1,8 @@
-"""What outlives the daemon, but not the machine's boot: XIDs and marks of each device, in a small file.
+"""What outlives the daemon, but not the machine's boot: XIDs and marks of each device (`tie.daemon.state_file`).
 
-Restarting gpuhealthd must not heal a GPU; a reboot may. The file lies in the daemon's run directory and names the boot
-(kernel documentation, admin-guide/sysctl/kernel: random/boot_id); one of another boot counts for nothing. It is
-replaced as a whole, and a damaged one is set aside and said.
+Restarting gpuhealthd must not heal a GPU; a reboot may.
 """
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -14,10 +10,9 @@ import msgspec
 
 from gpuhealthd.classify import History, Track
 from gpuhealthd.snapshot import Label, Name
-from tie.daemon import log
+from tie.daemon.state_file import Remembered, StateFile
 
 _MAX_BYTES: Final = 256 * 1024
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -25,11 +20,7 @@ Counts = Annotated[dict[Number, Count], msgspec.Meta(max_length=512)]
 Marks = Annotated[dict[Name, float], msgspec.Meta(max_length=16)]
 
 
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A strictly decoded part of the file."""
-
-
-class _Device(_Message, frozen=True):
+class _Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Label
     xids: Counts
     log_xids: Counts
@@ -38,21 +29,9 @@ class _Device(_Message, frozen=True):
     least: Marks
 
 
-class _File(_Message, frozen=True):
-    boot: Annotated[str, msgspec.Meta(max_length=64)]
+class _Known(Remembered, frozen=True):
     log_position: Annotated[int, msgspec.Meta(ge=-1)]
     devices: Annotated[dict[Label, _Device], msgspec.Meta(max_length=128)]
-
-
-_DECODER = msgspec.json.Decoder(_File)
-
-
-def boot_id() -> str:
-    """This boot's name; empty where the kernel does not tell, and then nothing is remembered."""
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 class Archive:
@@ -60,34 +39,16 @@ class Archive:
 
     Args:
         path: where it is.
-        boot: this boot's name.
+        boot: this boot's name; the kernel's unless given.
     """
 
-    def __init__(self, path: Path, boot: str) -> None:
-        self._path = path
-        self._boot = boot
-        self._written = b""
+    def __init__(self, path: Path, boot: str | None = None) -> None:
+        self._file = StateFile(path, _Known, max_bytes=_MAX_BYTES, boot=boot)
 
     def load(self) -> tuple[History, int]:
         """What is known of this boot, and the last record of the kernel's log that it covers (-1 for none)."""
-        try:
-            with self._path.open("rb") as file:
-                payload = file.read(_MAX_BYTES + 1)
-        except FileNotFoundError:
-            return History(), -1
-        except OSError as error:
-            log.failure("history.unreadable", error)
-            return History(), -1
-        try:
-            if len(payload) > _MAX_BYTES:
-                raise msgspec.ValidationError("too large")
-            stored = _DECODER.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            log.failure("history.damaged", error)
-            with contextlib.suppress(OSError):
-                self._path.replace(self._path.with_suffix(".damaged"))
-            return History(), -1
-        if not self._boot or stored.boot != self._boot:
+        stored = self._file.load()
+        if stored is None:
             return History(), -1
         tracks = {
             key: Track(
@@ -103,7 +64,7 @@ class Archive:
         return History(tracks), stored.log_position
 
     def save(self, history: History, log_position: int) -> None:
-        """Writes the file where it would differ. A disk that takes nothing costs the memory, not the verdict."""
+        """Writes the file where it would differ."""
         devices = {
             key: _Device(
                 track.name,
@@ -115,16 +76,4 @@ class Archive:
             )
             for key, track in history.devices.items()
         }
-        payload = msgspec.json.encode(_File(self._boot, log_position, devices))
-        if payload == self._written or not self._boot:
-            return
-        new = self._path.with_suffix(".new")
-        try:
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(payload)
-            new.replace(self._path)
-        except OSError as error:
-            log.failure("history.not-saved", error)
-            return
-        self._written = payload
+        self._file.save(_Known(log_position, devices))

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from gpuhealthd import policy_file
 from gpuhealthd.classify import Assessment
-from gpuhealthd.history import Archive, boot_id
+from gpuhealthd.history import Archive
 from gpuhealthd.prober import Prober
 from gpuhealthd.rules import Policy
 from gpuhealthd.verdicts import Action, Verdict
@@ -167,7 +167,7 @@ async def serve(config: NodeConfig, lifetime: Lifetime) -> None:
         confidential=settings.confidential,
         verdicts=policy_file.load(Path(settings.policy_file)) if settings.policy_file else {},
     )
-    archive = Archive(config.sockets.gpuhealth.with_name("history.json"), boot_id())
+    archive = Archive(config.sockets.gpuhealth.with_name("history.json"))
     verdicts = _VerdictLog()
 
     def on_change() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpuhealthd.kernel_log import KernelLog, Xid
-from gpuhealthd.nvml_codes import NOT_MEASURED, TIMEOUT, UNKNOWN_CODE, fault_of
-from gpuhealthd.nvml_device import DeviceLook, pynvml
+from gpuhealthd.nvml_codes import INFOROM_CORRUPT, NOT_MEASURED, TIMEOUT, UNKNOWN_CODE, fault_of
+from gpuhealthd.nvml_device import DeviceLook, pynvml, unlisted_id
 from gpuhealthd.snapshot import Device, Snapshot, label
 
 _EVENT_XID: Final = 0x08  # nvmlEventTypeXidCriticalError
@@ -69,29 +69,33 @@ class NvmlProvider:
         for look in looks:
             self._uuids[look.index] = look.id
             devices.append(look.read(tuple(events.get(look.id, ())), tuple(logged.pop(look.id, ()))))
-        devices.extend(_unlisted(where, xids) for where, xids in logged.items())
+        devices.extend(_unlisted(name, xids) for name, xids in logged.items())
         unique = {device.id: device for device in devices[:64]}
         return Snapshot("nvml", taken, tuple(unique.values()), log_position=self._log.position)
 
     def _check_inforom(self, look: DeviceLook) -> None:
-        if look.id not in self._inforom:
-            self._inforom[look.id] = look.check_inforom()
-        fault = self._inforom[look.id]
-        if fault is not None:
-            look.fault(fault)
+        """Validates it once and remembers what it is; an answer that says nothing of it, a timeout, is asked again."""
+        if look.id in self._inforom:
+            known = self._inforom[look.id]
+            if known is not None:
+                look.fault(known)
+            return
+        fault = look.check_inforom()
+        if fault in {None, INFOROM_CORRUPT}:
+            self._inforom[look.id] = fault
 
     def _logged(self) -> dict[str, list[Xid]]:
-        """New XIDs of the kernel's log by device id; by address for a GPU that NVML does not list."""
+        """New XIDs of the kernel's log by device id, also of GPUs that NVML does not list."""
         found: dict[str, list[Xid]] = {}
         for xid in self._log.read():
-            found.setdefault(self._pci.get(xid.pci, f"pci {xid.pci}"), []).append(xid)
+            found.setdefault(self._pci.get(xid.pci, unlisted_id(xid.pci)), []).append(xid)
         return found
 
 
-def _unlisted(where: str, xids: list[Xid]) -> Device:
-    """A GPU that the kernel speaks of and NVML does not list: one that is missing."""
+def _unlisted(name: str, xids: list[Xid]) -> Device:
+    """A GPU that the kernel speaks of and NVML does not list: one that is missing, until it is listed."""
     numbers = tuple(xid.number for xid in xids)
-    return Device(label(where), "NVIDIA GPU", faults=("device-missing",), log_xids=numbers[:64])
+    return Device(name, "NVIDIA GPU", faults=("device-missing",), log_xids=numbers[:64])
 
 
 def _major(version: Any) -> int:

@@ -3,6 +3,7 @@
 from typing import Final
 
 TIMEOUT: Final = 10
+INFOROM_CORRUPT: Final = "inforom-corrupt"
 NOT_MEASURED: Final = frozenset({2, 3, 4, 6, 7, 13, 21, 22, 25, 26, 27})
 FAULT_CODES: Final[dict[int, str]] = {
     8: "power-missing",
@@ -10,7 +11,7 @@ FAULT_CODES: Final[dict[int, str]] = {
     10: "nvml-timeout",
     11: "nvml-irq",
     12: "driver-missing",
-    14: "inforom-corrupt",
+    14: INFOROM_CORRUPT,
     15: "gpu-lost",
     16: "reset-required",
     17: "blocked-by-os",

@@ -28,6 +28,11 @@ _FABRIC_SINCE: Final = 550  # older drivers crash on that call
 _UNION: Final = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 
 
+def unlisted_id(pci: str) -> str:
+    """The id of a GPU of which nothing but its address is known."""
+    return label(f"pci {pci}")
+
+
 class DeviceLook:
     """Collects what one GPU says.
 
@@ -61,10 +66,13 @@ class DeviceLook:
             self.pci = f"{pci.domain:x}:{pci.bus:x}:{pci.device:x}"
 
     def check_inforom(self) -> str | None:
-        """Validates the InfoROM: it reads flash memory, so once is enough. A fault, or None."""
-        before = set(self._faults)
-        self._call(pynvml.nvmlDeviceValidateInforom, self.handle)
-        return next(iter(set(self._faults) - before), None)
+        """Validates the InfoROM, which reads flash memory; the fault, which is noted, or None."""
+        try:
+            pynvml.nvmlDeviceValidateInforom(self.handle)
+        except pynvml.NVMLError as error:
+            self._note(error.value)
+            return fault_of(error.value)
+        return None
 
     def fault(self, code: str) -> None:
         """Notes a fault that was found elsewhere."""
@@ -87,6 +95,7 @@ class DeviceLook:
             xids=events,
             log_xids=tuple(xid.number for xid in logged),
             fatal_xids=tuple(xid.number for xid in logged if xid.fatal),
+            formerly=unlisted_id(self.pci) if self.pci else None,
         )
 
     def _thermal(self) -> None:

@@ -6,8 +6,8 @@
     xid-109 = "unavailable"
 
 Named in node.toml as `gpuhealth.policy_file`. A name that no table knows is an error, so that a typo is not silently
-nothing. What says that nothing is known (a hung probe, stale data) cannot be moved: a node must not be healthy by
-ignorance.
+nothing. What says that nothing is known (a hung probe, stale data, a driver that does not fit its library) cannot be
+moved: a node must not be healthy by ignorance.
 """
 
 import re
@@ -22,8 +22,8 @@ from tie.daemon.errors import ConfigError
 
 _FIXED: Final = frozenset(
     {
-        "binding-missing", "driver-missing", "driver-not-loaded", "no-devices", "not-measured", "probe-garbled",
-        "probe-gone", "probe-hung", "probe-starting", "stale",
+        "binding-missing", "driver-mismatch", "driver-missing", "driver-not-loaded", "no-devices", "not-measured",
+        "probe-garbled", "probe-gone", "probe-hung", "probe-starting", "stale",
     }
 )  # fmt: skip
 _XID = re.compile(r"xid-[0-9]{1,5}")

@@ -102,10 +102,9 @@ class Rule:
 
 
 def _links_down(looks: Looks) -> bool:
-    # A PCIe card without a bridge has links that were never up: that alone is no fault.
-    active = looks.now.get("nvlink_active")
-    if active is None:
-        return looks.most.get("nvlink_active", 0) > 0  # there were some
+    # A PCIe card without a bridge has links that were never up: that alone is no fault. A driver that reports no links
+    # at all has none that are up.
+    active = looks.now.get("nvlink_active", 0)
     wanted = max(looks.policy.expected_nvlinks, looks.most.get("nvlink_active", 0))
     return active < wanted or (active > 0 and looks.above("nvlink_inactive", 0))
 

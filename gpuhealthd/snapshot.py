@@ -36,7 +36,8 @@ class Device(_Message, frozen=True):
     """One GPU, or the CPU as a whole.
 
     Attributes:
-        id: the GPU's UUID, or "cpu0".
+        id: the GPU's UUID, or "cpu0"; "pci ADDRESS" for one of which only the kernel's log speaks.
+        formerly: the id that this GPU has where only the kernel's log speaks of it.
         faults: calls whose return code is itself a fault, as stable codes ("gpu-lost").
         xids: XID numbers that the driver's events brought since the snapshot before, oldest first.
         log_xids: those that the kernel's log brought: often the same ones once more.
@@ -50,6 +51,7 @@ class Device(_Message, frozen=True):
     xids: Annotated[tuple[XidNumber, ...], msgspec.Meta(max_length=64)] = ()
     log_xids: Annotated[tuple[XidNumber, ...], msgspec.Meta(max_length=4096)] = ()
     fatal_xids: Annotated[tuple[XidNumber, ...], msgspec.Meta(max_length=4096)] = ()
+    formerly: Label | None = None
 
 
 class Snapshot(_Message, frozen=True):

@@ -88,16 +88,16 @@ class BufferPool:
                 self._changed.wait_for(lambda: self._closed or self._filling)
                 if self._closed:
                     return
-                self._filling = len(self._ready) < self._spare
-                if not self._filling:
+                self._filling = False
+                if len(self._ready) >= self._spare:
                     continue
             try:
                 descriptor = _populated(self._name, self._size)
             except OSError:
-                self._filling = False  # no memory: who needs a buffer now hears of it, or not any more
-                continue
+                continue  # no memory: the next refill tries again, be it one that came meanwhile
             with self._changed:
                 self._ready.append(descriptor)
+                self._filling = True
 
 
 def _populated(name: str, size: int) -> int:

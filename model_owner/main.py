@@ -10,9 +10,9 @@ from prometheus_client.registry import Collector
 from model_owner.prefix_pool import PrefixPools
 from model_owner.server import AttachServer, allowed_uids
 from model_owner.weights import Weights
-from tie.bones.layouts import layout_id
 from tie.daemon import log, rpc, service
 from tie.daemon.config import NodeConfig
+from tie.daemon.layout import layout_for
 from tie.proto import owner_pb2, owner_pb2_grpc
 
 
@@ -95,22 +95,10 @@ def status_of(weights: Weights, pools: PrefixPools) -> owner_pb2.OwnerStatus:
     return status
 
 
-def layout_for(config: NodeConfig) -> str:
-    """The layout that this node's runtime will ask for."""
-    runtime = config.runtime
-    return layout_id(
-        runtime.executor,
-        device=runtime.device,
-        dtype=runtime.dtype,
-        weights=runtime.weights,
-        block_tokens=runtime.block_tokens,
-    )
-
-
 async def own(config: NodeConfig, lifetime: service.Lifetime) -> None:
     """Serves until asked to end. Sockets are there before the weights: whoever attaches meanwhile hears "loading"."""
     allowed = allowed_uids(config.owner.allowed_users)
-    weights = Weights(config.model.bundle, layout_for(config))
+    weights = Weights(config.model.bundle, layout_for(config.runtime))
     pools = PrefixPools(config.owner.pool_bytes)
     try:
         server = AttachServer(weights, pools, allowed)

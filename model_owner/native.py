@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from model_owner.arena import Arena
 from model_owner.plain import round_to_bf16
-from model_owner.source import Packed, Source
+from model_owner.source import PIECE_VALUES, Packed, Source
 from tie.assets.manifest import Architecture
 from tie.assets.tensors import Float32
 from tie.bones.config import ModelConfig
@@ -33,8 +33,6 @@ from tie.bones.native.packing import (
     tiles_of_groups,
 )
 from tie.daemon.errors import BundleError
-
-_PIECE_VALUES: Final = 1 << 18
 
 Rows = npt.NDArray[np.int64]
 
@@ -65,7 +63,7 @@ class Tiles:
     def fill(self, source: Source, arena: Arena, offset: int) -> None:
         """See `source.Packed`."""
         matrix = self.matrix
-        step = max(1, _PIECE_VALUES // (matrix.columns * TILE_ROWS))
+        step = max(1, PIECE_VALUES // (matrix.columns * TILE_ROWS))
         for first in range(0, matrix.tiles, step):
             order = matrix.order[first * TILE_ROWS : (first + step) * TILE_ROWS]
             tiles = self._tiles(source, order)
@@ -87,14 +85,12 @@ class Tiles:
         scales = np.zeros(shape, dtype=np.float16)
         minima = np.zeros(shape, dtype=np.float16) if four else None
         for name, rows, start in self._runs(source, order):
-            stored = source.groups(name, start, start + len(rows))
-            if stored is None or (stored.minima is None) == four:
-                found = self._quantized(name, source.rows(name, start, start + len(rows)), columns)
-            else:
-                found = Groups(*stored)
-            codes[rows], scales[rows] = found.codes, found.scales
-            if minima is not None and found.minima is not None:
-                minima[rows] = found.minima
+            groups = source.groups(name, start, start + len(rows))
+            if groups is None or (groups.minima is None) == four:
+                groups = self._quantized(name, source.rows(name, start, start + len(rows)), columns)
+            codes[rows], scales[rows] = groups.codes, groups.scales
+            if minima is not None and groups.minima is not None:
+                minima[rows] = groups.minima
         return tiles_of_groups(Groups(codes, scales, minima))
 
     def _quantized(self, name: str, values: Float32, columns: int) -> Groups:

@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from model_owner.arena import Arena
-from model_owner.source import Source
+from model_owner.source import PIECE_VALUES, Source
 from tie.assets.tensors import Float32
 
-PIECE_VALUES: Final = 1 << 18  # values converted at a time: source, float32 and result stay in the cache
 _WIDTH: Final = {"f32": 4, "bf16": 2}
 
 Dtype = Literal["f32", "bf16"]

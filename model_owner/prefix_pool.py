@@ -9,8 +9,12 @@ The kernel keeps a sealed pool as it is (memfd_create(2), fcntl(2) F_ADD_SEALS):
 new writable mapping and every write, `F_SEAL_SHRINK` and `F_SEAL_GROW` fix its size, `F_SEAL_SEAL` its seals. Only the
 mapping that the filling runtime made before stays writable, and ends with that runtime. The metadata is kept as a copy
 of the owner's own. The owner looks into neither: who restores a pool judges it (`tie.runtime.prefix_restore`).
+
+What takes time, to find a gigabyte of memory or to read and hash metadata, is done on another thread. Meanwhile anybody
+may throw the pool away: who asked is told so, and what was made for it goes.
 """
 
+import asyncio
 import hashlib
 import hmac
 import os
@@ -47,17 +51,18 @@ class Pool:
     Attributes:
         world_size: ranks of the split that it belongs to.
         header: what its blocks are.
-        pool: the memfd of the blocks.
-        metadata: the memfd of the metadata: room for it while the pool is filled, afterwards the owner's sealed copy.
+        metadata_bytes: room for it while the pool is filled, afterwards its size.
         holder: who fills it; None once it is sealed.
+        pool: the memfd of the blocks; -1 until it is there.
+        metadata: the memfd of the metadata: room for it while the pool is filled, afterwards the owner's sealed copy.
     """
 
     world_size: int
     header: Header
-    pool: int
-    metadata: int
     metadata_bytes: int
     holder: object | None
+    pool: int = -1
+    metadata: int = -1
     metadata_sha256: bytes = b""
     trie_sha256: bytes = b""
 
@@ -92,8 +97,9 @@ class Pool:
 
     def close(self) -> None:
         """Lets go of its memory. Who has mapped it keeps that."""
-        os.close(self.pool)
-        os.close(self.metadata)
+        for descriptor in (self.pool, self.metadata):
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 @dataclass(slots=True)
@@ -113,7 +119,7 @@ class PrefixPools:
     resets: int = 0
     _pools: dict[int, Pool] = field(default_factory=dict)
 
-    def allocate(self, request: owner_pb2.PoolAllocate, holder: object) -> Pool:
+    async def allocate(self, request: owner_pb2.PoolAllocate, holder: object) -> Pool:
         """Makes a rank's pool; `holder` fills it.
 
         Raises:
@@ -128,20 +134,18 @@ class PrefixPools:
         used = sum(other.header.buffer_bytes for other in self._pools.values())
         if used + header.buffer_bytes > self.max_bytes or not 0 < request.metadata_capacity <= MAX_METADATA_BYTES:
             raise PoolRefusedError("pool-too-large")
+        made = self._pools[rank] = Pool(world_size, header, request.metadata_capacity, holder)
         try:
-            pool = allocate("tie-prefix-pool", header.buffer_bytes)
-            try:
-                metadata = allocate("tie-prefix-metadata", request.metadata_capacity)
-            except ArenaError:
-                os.close(pool)
-                raise
+            made.pool, made.metadata = await asyncio.to_thread(_room, header.buffer_bytes, request.metadata_capacity)
         except ArenaError as error:
+            self._throw_away(rank, made)
             raise PoolRefusedError(error.code) from error
-        made = Pool(world_size, header, pool, metadata, request.metadata_capacity, holder)
-        self._pools[rank] = made
+        if self._pools.get(rank) is not made:
+            made.close()
+            raise PoolRefusedError("pool-not-yours")
         return made
 
-    def seal(self, request: owner_pb2.PoolSeal, holder: object) -> None:
+    async def seal(self, request: owner_pb2.PoolSeal, holder: object) -> None:
         """Seals a rank's pool and keeps a copy of its metadata. A pool that cannot be sealed is thrown away.
 
         Raises:
@@ -149,26 +153,25 @@ class PrefixPools:
         """
         rank, _ = _placed(request.rank, request.world_size)
         pool = self._pools.get(rank)
-        if pool is None or pool.holder is not holder or pool.world_size != request.world_size:
+        if pool is None or pool.pool < 0 or pool.holder is not holder or pool.world_size != request.world_size:
             raise PoolRefusedError("pool-not-yours")
         try:
             if not 0 < request.metadata_bytes <= pool.metadata_bytes or len(request.trie_sha256) != _SHA256_BYTES:
                 raise PoolRefusedError("metadata-impossible")  # noqa: TRY301 (whatever is wrong ends the pool)
-            metadata = os.pread(pool.metadata, request.metadata_bytes, 0)
-            digest = hashlib.sha256(metadata).digest()
-            if not hmac.compare_digest(digest, request.metadata_sha256):
-                raise PoolRefusedError("metadata-mismatch")  # noqa: TRY301
-            seals.add(pool.pool, seals.READ_ONLY_FOR_OTHERS)
-            copy = sealed_copy("tie-prefix-metadata", metadata)
+            # Descriptors of its own: the pool's may be closed meanwhile.
+            own = os.dup(pool.pool), os.dup(pool.metadata)
+            sealed = await asyncio.to_thread(_sealed, *own, request)
         except (PoolRefusedError, ArenaError, KvxferError) as error:
-            self._pools.pop(rank).close()
+            self._throw_away(rank, pool)
             raise PoolRefusedError(getattr(error, "code", "pool-not-sealed")) from error
-        os.close(pool.metadata)
-        pool.metadata, pool.metadata_bytes = copy, len(metadata)
-        pool.metadata_sha256, pool.trie_sha256 = digest, request.trie_sha256
-        # Open for reading only: one thing less for a client to try.
-        writable, pool.pool = pool.pool, os.open(f"/proc/self/fd/{pool.pool}", os.O_RDONLY | os.O_CLOEXEC)
-        os.close(writable)
+        if self._pools.get(rank) is not pool:
+            for descriptor in sealed:
+                os.close(descriptor)
+            raise PoolRefusedError("pool-not-yours")
+        pool.close()
+        pool.pool, pool.metadata = sealed
+        pool.metadata_bytes = request.metadata_bytes
+        pool.metadata_sha256, pool.trie_sha256 = request.metadata_sha256, request.trie_sha256
         pool.holder = None
         self.seals += 1
 
@@ -200,6 +203,10 @@ class PrefixPools:
         for rank in [rank for rank, pool in self._pools.items() if pool.holder is holder]:
             self._pools.pop(rank).close()
 
+    def _throw_away(self, rank: int, pool: Pool) -> None:
+        if self._pools.get(rank) is pool:
+            self._pools.pop(rank).close()
+
     def fills(self, holder: object) -> bool:
         """Whether `holder` fills a pool."""
         return any(pool.holder is holder for pool in self._pools.values())
@@ -212,6 +219,41 @@ class PrefixPools:
         status.pool_bytes = sum(pool.header.buffer_bytes for pool in self._pools.values())
         status.pool_blocks = max((pool.header.block_count for pool in self._pools.values()), default=0)
         status.pool_seals, status.pool_restores, status.pool_resets = self.seals, self.restores, self.resets
+
+
+def _room(pool_bytes: int, metadata_bytes: int) -> tuple[int, int]:
+    """Memory for a pool and its metadata.
+
+    Raises:
+        ArenaError: there is none.
+    """
+    pool = allocate("tie-prefix-pool", pool_bytes)
+    try:
+        return pool, allocate("tie-prefix-metadata", metadata_bytes)
+    except ArenaError:
+        os.close(pool)
+        raise
+
+
+def _sealed(pool: int, metadata: int, request: owner_pb2.PoolSeal) -> tuple[int, int]:
+    """The pool, sealed, and a sealed copy of its metadata, both for reading only; closes the descriptors given.
+
+    Raises:
+        PoolRefusedError: the metadata is not what is said of it.
+        ArenaError: no memory for the copy.
+        KvxferError: the kernel does not seal.
+    """
+    try:
+        content = os.pread(metadata, request.metadata_bytes, 0)
+        if not hmac.compare_digest(hashlib.sha256(content).digest(), request.metadata_sha256):
+            raise PoolRefusedError("metadata-mismatch")
+        seals.add(pool, seals.READ_ONLY_FOR_OTHERS)
+        copy = sealed_copy("tie-prefix-metadata", content)
+        # Open for reading only: one thing less for a client to try.
+        return os.open(f"/proc/self/fd/{pool}", os.O_RDONLY | os.O_CLOEXEC), copy
+    finally:
+        os.close(pool)
+        os.close(metadata)
 
 
 def _placed(rank: int, world_size: int) -> tuple[int, int]:

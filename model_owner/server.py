@@ -103,7 +103,7 @@ class AttachServer:
                 # After its question, for a close with that unread would reset the connection under the answer.
                 self._refuse(connection, unwelcome)
                 return
-            if not self._answer(connection, data):
+            if not await self._answer(connection, data):
                 return
             await asyncio.sleep(0)  # sock_recv does not yield while there is data: a flood must not keep the loop
 
@@ -115,7 +115,7 @@ class AttachServer:
             return "not-allowed"
         return "too-many-clients" if len(self._clients) > MAX_CLIENTS else ""
 
-    def _answer(self, connection: socket.socket, data: bytes) -> bool:
+    async def _answer(self, connection: socket.socket, data: bytes) -> bool:
         """Answers one message; false when the client does not speak the protocol and is to be dropped."""
         try:
             request = frames.parse(data, owner_pb2.OwnerRequest) if len(data) <= MAX_REQUEST else None
@@ -129,20 +129,20 @@ class AttachServer:
             self._attach(connection, request.attach)
         else:
             try:
-                self._answer_pool(connection, request, kind)
+                await self._answer_pool(connection, request, kind)
             except PoolRefusedError as error:
                 self._refuse(connection, error.code)
         return True
 
-    def _answer_pool(self, connection: socket.socket, request: owner_pb2.OwnerRequest, kind: str) -> None:
+    async def _answer_pool(self, connection: socket.socket, request: owner_pb2.OwnerRequest, kind: str) -> None:
         descriptors: tuple[int, ...] = ()
         match kind:
             case "pool_allocate":
-                pool = self._pools.allocate(request.pool_allocate, connection)
+                pool = await self._pools.allocate(request.pool_allocate, connection)
                 descriptors = pool.descriptors
                 reply = owner_pb2.OwnerReply(pool_allocated=owner_pb2.PoolAllocated())
             case "pool_seal":
-                self._pools.seal(request.pool_seal, connection)
+                await self._pools.seal(request.pool_seal, connection)
                 reply = owner_pb2.OwnerReply(pool_sealed=owner_pb2.PoolSealed())
             case "pool_restore":
                 states, own = self._pools.restore(request.pool_restore)

@@ -2,13 +2,16 @@
 
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from model_owner.arena import Arena
-from tie.assets.tensors import Float32, Groups, Raw, StoredTensor, read_groups, read_rows
+from tie.assets.tensors import Float32, Raw, StoredTensor, read_groups, read_rows
+from tie.bones.native.packing import Groups
 from tie.daemon.errors import BundleError, TieError
+
+PIECE_VALUES: Final = 1 << 18  # values converted at a time: source, float32 and result stay in the cache
 
 
 class CancelledError(TieError):

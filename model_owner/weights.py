@@ -85,43 +85,39 @@ class Weights:
         if layout_id not in LAYOUTS:
             return Failure(UNKNOWN_LAYOUT)
         with self._lock:
-            if self._cancelled.is_set():
-                return Failure(STOPPING)
-            present = self._layouts.get(layout_id)
-            if present is None:
-                present = self._layouts[layout_id] = Progress(0, self._weight_bytes())
-                self._worker.submit(self._load, layout_id)
-            return present
+            return self._started(layout_id)
 
     def follow(self) -> bool:
         """Looks which bundle is at its place now, as a runtime that attaches does; whether it is another one.
 
         Other prompts or another tokenizer around the same weights: what is packed stays. Other weights: what is packed
-        is let go, so that never both are in memory, and the first layout is packed anew. A bundle that cannot be opened
-        changes nothing: whoever attaches will say so.
+        is let go, so that never both are in memory. What had failed may not fail with this one, so it is forgotten; and
+        the first layout is packed, unless it is there. A bundle that cannot be opened changes nothing: whoever attaches
+        will say so.
         """
         held = self._bundle
-        if held is None or any(isinstance(item, Progress) for item in self._layouts.values()):
+        if not self._path or any(isinstance(item, Progress) for item in self._layouts.values()):
             return False
         try:
             found = open_bundle(Path(self._path))
         except BundleError as error:
             log.failure("owner.bundle-unreadable", error)
             return False
-        if found.manifest == held.manifest:
+        if found == held:
             return False
-        same_weights = _weights_of(found) == _weights_of(held)
+        same_weights = held is not None and _weights_of(found) == _weights_of(held)
         with self._lock:
+            packed = {name: item for name, item in self._layouts.items() if isinstance(item, PackedWeights)}
+            self._layouts = {}
+            if same_weights:
+                self._layouts.update(packed)
+            else:
+                for item in packed.values():
+                    item.close()
+                self._bundles += held is not None
             self._bundle = found
-            if not same_weights:
-                for item in self._layouts.values():
-                    if isinstance(item, PackedWeights):
-                        item.close()
-                self._layouts = {}
-                self._bundles += 1
+            self._started(self._first)
         log.event("owner.bundle-changed", release=found.manifest.release, status="same" if same_weights else "other")
-        if not same_weights:
-            self.get(self._first)
         return True
 
     def opened(self) -> Bundle:
@@ -184,6 +180,16 @@ class Weights:
                 if isinstance(item, PackedWeights):
                     item.close()
             self._layouts = dict.fromkeys(self._layouts, Failure(STOPPING))
+
+    def _started(self, layout_id: str) -> PackedWeights | Progress | Failure:
+        """What there is of a layout: its packing begins here, where there is nothing. The lock is held."""
+        if self._cancelled.is_set():
+            return Failure(STOPPING)
+        present = self._layouts.get(layout_id)
+        if present is None:
+            present = self._layouts[layout_id] = Progress(0, self._weight_bytes())
+            self._worker.submit(self._load, layout_id)
+        return present
 
     def _load(self, layout_id: str) -> None:
         started = time.monotonic()

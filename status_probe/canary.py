@@ -25,7 +25,7 @@ class CanaryResult:
         at: when it ended, on the monotonic clock, seconds.
         latency_s: how long it took.
         error: a stable code; empty when it passed.
-        progress: the engine computed steps meanwhile.
+        progress: the engine has computed a step meanwhile.
     """
 
     at: float

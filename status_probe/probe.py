@@ -24,7 +24,7 @@ _STATUS_S: Final = 1.0  # between two status questions
 _ANSWER_S: Final = 5.0
 _WARM_ONE_S: Final = 130.0  # one system prompt; longer than the engine's own limit
 _DRAIN_POLL_S: Final = 0.05
-_DRAIN_GRACE_S: Final = 2.0  # after the drain deadline, for the cancelled ones to end
+_DRAIN_GRACE_S: Final = 2.0  # after the drain deadline, for those that fail by it to end
 
 
 class Probe:
@@ -101,10 +101,10 @@ class Probe:
         return ""
 
     async def warm(self) -> AsyncGenerator[probe_pb2.WarmProgress, None]:
-        """Runs every registered system prompt through the engine, one after another.
+        """Has every registered system prompt in the prefix pool, one after another; computes what is not there yet.
 
         Raises:
-            PeerError: the engine went away, or could not compute one.
+            PeerError: the engine went away, or one could not be computed or kept.
         """
         total = len(self._bundle.manifest.system_prompts)
         async with self._warm_turn:
@@ -115,7 +115,7 @@ class Probe:
                     yield probe_pb2.WarmProgress(done=index, total=total)
                     reply = await self._ask(warm=engine_pb2.WarmRequest(prompt_index=index), timeout=_WARM_ONE_S)
                     if reply.error:
-                        raise PeerError("the engine could not compute a system prompt")
+                        raise PeerError("the engine could not compute or keep a system prompt")
                 self._facts.warmed = True
                 yield probe_pb2.WarmProgress(done=total, total=total)
             finally:
@@ -196,12 +196,14 @@ class Probe:
                 await asyncio.sleep(wait)
 
     async def _fly(self, client: TritonClient, token: int) -> CanaryResult:
-        before, deadline = self._engine.steps, self._config.probe.canary_deadline_s
+        began, deadline = time.monotonic(), self._config.probe.canary_deadline_s
         result = await fly(client, token, deadline_s=deadline)
         if result.error == TIMEOUT:
+            flown = time.monotonic() - began
             with suppress(PeerError):
                 self._engine = (await self._ask(status=engine_pb2.StatusRequest(), timeout=deadline)).status
-                result = replace(result, progress=self._engine.steps > before)
+                # The answer is younger than the question: a step that is no older than the flight was within it.
+                result = replace(result, progress=self._engine.last_step_age_s < flown)
         if result.error:
             log.event("canary.failed", reason="canary-late" if result.late else result.error)
         return result

@@ -15,9 +15,9 @@ The first row that applies:
 
 An engine that is gone never comes back by itself: only a recycle mends that.
 
-A canary that does not come back in time may mean a dead runtime, or a busy machine. The engine's step counter tells
-them apart: while it counts, somebody is served, and only the canary is *late*; when it stands still, the canary was
-*missed*. Canaries fail
+A canary that does not come back in time may mean a dead runtime, or a busy machine. The age of the engine's last step
+tells them apart: where that ended after the canary had begun, somebody is served, and only the canary is *late*; else
+the canary was *missed*. Canaries fail
 
 - at once with a wrong answer, or none to be had;
 - after `MISSES` in a row that were missed: the controller withdraws the node at the first and recycles at the last;

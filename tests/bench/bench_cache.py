@@ -42,7 +42,7 @@ import sys, time
 from kvxfer.channel import Channel
 from kvxfer.transfer import Consumer
 channel = Channel.adopt(int(sys.argv[1]))
-pages = bytearray(int(sys.argv[2]))
+pages = memoryview(bytearray(int(sys.argv[2])))
 while True:
     with Consumer(channel, max_bytes=1 << 34, timeout=60) as consumer:
         size, ready = consumer.header.block_bytes, 0

@@ -1,6 +1,6 @@
 """Where a step's time goes: forward pass, sampling, scheduler, and what is left, by number of streams.
 
-python tests/bench/bench_step.py [--bundle DIR] [--set runtime.weights=q4 …] [--streams 1 8 16]
+python tests/bench/bench_step.py [--bundle DIR] [--set runtime.weights=q4] … [--streams 1 8 16]
 
 The engine runs in this process, on a model owner of its own, below Triton; its parts are timed where it calls them.
 """
@@ -57,7 +57,7 @@ def watch(engine: Engine) -> Clock:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", type=Path)
-    parser.add_argument("--set", dest="overrides", nargs="+", default=[])
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--context", type=int, default=64)

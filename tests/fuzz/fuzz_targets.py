@@ -12,6 +12,7 @@ import os
 import secrets
 import struct
 import time
+import weakref
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ from tie.warden.entry import Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
 from tie.warden.keys import ConversationKey, Root
 from tie.warden.manifest import CacheFormat, Manifest, Segment
-from tie.warden.media import InMemory
+from tie.warden.media import InFile
 
 CORPUS = Path(__file__).with_name("corpus")
 PAGE = 4096
@@ -287,8 +288,18 @@ def entry(data: bytes) -> None:
             _opened(bytes(sealed), kind, genuine)
 
 
+class Memfd(InFile):
+    """Bytes where the store has them."""
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        self.descriptor = os.memfd_create("entry")
+        weakref.finalize(self, os.close, self.descriptor)
+        os.pwrite(self.descriptor, data, 0)
+        super().__init__(self.descriptor, len(data))
+
+
 def _opened(sealed: bytes, kind: Kind, genuine: bytes) -> None:
-    opener = Opener(KEY, kind, InMemory(memoryview(sealed)))
+    opener = Opener(KEY, kind, Memfd(sealed))
     # Whatever opens was sealed with the key: header and manifest are what they were.
     assert sealed[: opener.shape.offset(0)] == genuine[: opener.shape.offset(0)]
     Manifest.decode(opener.manifest, FORMAT)

@@ -20,7 +20,7 @@ def seeds() -> dict[str, list[bytes]]:
     get, drop = _request(get=store_pb2.Get(index=INDICES[0])), _request(drop=store_pb2.Drop(index=INDICES[0]))
     renew, large = _request(renew=store_pb2.Renew(index=INDICES[0])), _request(new=store_pb2.New(size=1 << 15))
     other_put = _request(put=store_pb2.Put(index=INDICES[1]))
-    transient = _request(put=store_pb2.Put(index=INDICES[0], transient=True))
+    transient = _request(new=store_pb2.New(size=5000, transient=True))
     done = store_pb2.StoreReply(outcome=store_pb2.OUTCOME_DONE, size=PAGE).SerializeToString()
     miss = store_pb2.StoreReply(outcome=store_pb2.OUTCOME_MISS).SerializeToString()
     head = Manifest(FORMAT, 0, tuple(range(12)), (Segment(INDICES[0], 2, bytes(32)), Segment(INDICES[1], 1, bytes(32))))
@@ -39,7 +39,7 @@ def seeds() -> dict[str, list[bytes]]:
             new + put + b"\xff" + put + b"\0" + get,
             (large + b"\xff" + put + large + b"\xff" + other_put) * 2 + get,
             new + b"\0" + put,
-            new + b"\xff" + transient + get + b"\0" + get,
+            transient + b"\xff" + put + get + renew + b"\0" + get,
         ],
         "reply": [
             b"\1" + done,

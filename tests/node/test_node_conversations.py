@@ -7,7 +7,6 @@ import os
 import random
 import secrets
 import signal
-import time
 
 import grpc
 import pytest
@@ -42,6 +41,12 @@ def say(node, client, model):
     return say
 
 
+def stores(node) -> int:
+    """How many stores have begun to serve, one after another."""
+    lines = node.log_text().splitlines()
+    return sum('"daemon.ready"' in line and '"tie-cache-stored"' in line for line in lines)
+
+
 async def test_ten_turns_answer_the_same_with_and_without_a_key(node, say, served):
     """Through a recycle of the runtime before the fifth turn, and a new, empty store before the eighth."""
     cached, plain = Conversation([SYSTEM]), Conversation([SYSTEM], reusable=False)
@@ -56,14 +61,12 @@ async def test_ten_turns_answer_the_same_with_and_without_a_key(node, say, serve
                         break
             await served()
         if turn == 7:
-            for process in node.find("tie-cache-stored"):
-                process.send_signal(signal.SIGKILL)
-                process.wait(10)
-            deadline = time.monotonic() + 30
-            while not node.find("tie-cache-stored") or not node.config.sockets.store.exists():
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.1)
-            await asyncio.sleep(1)
+            before = stores(node)
+            (process,) = node.find("tie-cache-stored")
+            process.send_signal(signal.SIGKILL)
+            async with asyncio.timeout(30):
+                while stores(node) == before:
+                    await asyncio.sleep(0.1)
         question = f"What is special about river number {turn}?"
         with_key, without = await say(cached, question), await say(plain, question)
         assert with_key.text == without.text, f"turn {turn}"
@@ -107,16 +110,19 @@ async def test_an_edited_history_reuses_what_it_shares(say):
     assert edited.text == (await say(plain, "And its height?")).text
 
 
-async def test_two_at_once_with_one_key_do_not_mix(say):
+async def test_two_at_once_with_one_key_do_not_mix(node, say):
     conversation = Conversation([SYSTEM])
     conversation.answered("Name a river.", (await say(conversation, "Name a river.")).text)
     questions = ["How long is it?", "Where does it end?", "Who lives there?"]
     plain = Conversation(conversation.messages, reusable=False)
     expected = [(await say(plain, question)).text for question in questions]
     for _ in range(2):
+        saved = node.log_text().count("app.conversation-saved")
         together = await asyncio.gather(*(say(conversation, question, wait=False) for question in questions))
         assert [result.text for result in together] == expected
-        await asyncio.sleep(1)
+        async with asyncio.timeout(30):
+            while node.log_text().count("app.conversation-saved") < saved + len(questions):
+                await asyncio.sleep(0.02)
 
 
 @pytest.mark.chaos

@@ -4,9 +4,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+
+from tie.cli.evidence import own_view
+from tie.cli.own_folder import OwnFolder
 
 pytestmark = pytest.mark.node
 
@@ -42,7 +46,16 @@ def test_nothing_outlives_a_demonstration_that_is_ended(bundle, number):
             node.update(top.children(recursive=True))
             time.sleep(0.05)
         assert len(node) >= 5
+        (up,) = [process.cmdline() for process in top.children() if "--run-dir" in process.cmdline()]
+        folder = Path(up[up.index("--run-dir") + 1]).parent
+        assert folder.exists()
         demo.send_signal(number)
         demo.wait(60)
     assert psutil.wait_procs(node, timeout=60)[1] == []
     assert demo.returncode == (-number if number == signal.SIGKILL else 130)
+    # As the next demonstration does, where this one could not.
+    OwnFolder(folder.parent, "tie-demo-").remove()
+    with own_view(bundle):
+        pass
+    assert not folder.exists()
+    assert not list(bundle.parent.glob(f".{bundle.name}-*"))

@@ -14,6 +14,7 @@ from tie.proto import control_pb2
 
 pytestmark = [pytest.mark.node, pytest.mark.chaos]
 START_S = 240.0
+MESSAGE_S = 2.0  # no status is as old as that
 QUESTION = [{"role": "user", "content": "Tell me a story."}]
 
 
@@ -22,7 +23,7 @@ def neighbours(bundle: Path) -> Iterator[tuple[LocalNode, LocalNode]]:
     """Two nodes on the same bundle."""
     nodes: list[LocalNode] = []
     try:
-        settings = ("runtime.dtype=f32", "runtime.kv_tokens=4096")
+        settings = ("runtime.dtype=f32", "runtime.kv_tokens=4096", "probe.canary_interval_s=1")
         nodes.extend(LocalNode(bundle=bundle, overrides=settings) for _ in range(2))
         for node in nodes:
             asyncio.run(node.wait_for(control_pb2.STATE_AVAILABLE, START_S))
@@ -50,10 +51,14 @@ async def test_what_happens_to_one_is_nothing_to_the_other(neighbours, model_of)
     assert (after.state, after.runtime.instance_id) == (control_pb2.STATE_AVAILABLE, before.runtime.instance_id)
     assert [event.to for event in after.events] == [event.to for event in before.events]
     assert await asyncio.to_thread(one.stop) == []
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        assert (await other.status()).state == control_pb2.STATE_AVAILABLE
-        await asyncio.sleep(0.5)
+    gone = time.monotonic()
+    async with asyncio.timeout(START_S), control.connected(other.run_dir) as connection:
+        async for status in connection.node.Watch(control_pb2.WatchRequest(), timeout=START_S):
+            assert status.state == control_pb2.STATE_AVAILABLE
+            if status.runtime.last_canary.age_s < time.monotonic() - gone - MESSAGE_S:
+                break  # its runtime has been asked since
+    assert status.runtime.last_canary.ok
+    assert [event.to for event in status.events] == [event.to for event in before.events]
 
 
 @pytest.fixture

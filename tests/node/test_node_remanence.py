@@ -8,7 +8,6 @@ must find it where it has to be while the turn runs. Needs root, to look.
 import asyncio
 import os
 import secrets
-import sys
 import time
 from pathlib import Path
 
@@ -17,16 +16,13 @@ import pytest
 from kvxfer import transfer
 from kvxfer.channel import Channel
 from kvxfer.transfer import Consumer
+from memory_search import Findings, Search, needles
 from tie.app.prompt import Model, messages
 from tie.cli import control
 from tie.daemon.triton import TritonClient
 from tie.device.conversations import Conversation
 from tie.device.request import build
 from tie.proto import control_pb2, runtime_pb2
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from memory_search import Findings, Search, needles
 
 pytestmark = [pytest.mark.node, pytest.mark.skipif(os.geteuid() != 0, reason="reads the memory of other processes")]
 BLOCK = 16

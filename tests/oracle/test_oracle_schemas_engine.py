@@ -128,11 +128,11 @@ def test_every_answer_is_valid_or_its_schema_is_refused(node):
         waiting = unfinished
     print(
         f"{len(entries)} schemas: {len(refused)} refused, {valid} with a valid answer, {len(waiting)} without an end;"
-        f" {answers} answers, of each attempt {cut} cut by max_tokens"
+        f" {answers} answers, of each attempt {cut} cut by max_tokens; {[entry['id'] for entry, _ in waiting]}"
     )
     assert all(len(detail) > len("constraint.json_schema: ") for detail in refused)
     assert len(refused) <= 0.2 * len(entries)
-    assert len(waiting) <= 0.08 * len(entries)
+    assert len(waiting) <= 0.02 * len(entries)
 
 
 def ask(node, waiting, attempt):

@@ -141,14 +141,20 @@ class World:
             case Warm(instance):
                 self.at(0.05, lambda: self.mind.warmed(instance, done=self.runtime is not None))
             case EndOwner():
-                self.owner = Owner(f"owner-{next(self._names)}", 1, "loading")
-                self.at(5.0, self._owner_ready)
+                self.at(0.001, self._end_owner)
 
     def _hear(self, drain_s: float) -> None:
         self.mind.told(self.now, heard=self.runtime is not None)
         if self.runtime is not None and self.runtime.state != "recycling":
             self.change_runtime(state="recycling", ready=False)
             self.at(min(drain_s, self.random.expovariate(1.0)), self.end_runtime)
+
+    def _end_owner(self) -> None:
+        heard = self.owner is not None and self.random.random() < 0.7
+        self.mind.owner_asked(heard=heard)
+        if heard:
+            self.owner = Owner(f"owner-{next(self._names)}", 1, "loading")
+            self.at(5.0, self._owner_ready)
 
     def _owner_ready(self) -> None:
         if self.owner is not None:

@@ -6,8 +6,6 @@ request: the runtime computes what it does not get. docs/warden.md has the whole
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from operator import eq
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +15,7 @@ from kvxfer.errors import AbortReason, ChannelError, TransferAbortedError
 from kvxfer.header import Header, buffer_bytes
 from kvxfer.transfer import Consumer, Producer
 from tie.app.entries import StoredEntry, sealing
-from tie.assets.prefix import SharedPrefix
+from tie.assets.prefix import SharedPrefix, common_length
 from tie.store.client import StoreClient, random_index
 from tie.warden.entry import Kind
 from tie.warden.errors import EntryError
@@ -66,15 +64,13 @@ class Conversation:
         self._first = 0  # block of the prompt that the cached ones begin with
         self._timeout = timeout
         self._ttl_s = ttl_s
-        # Nobody can open what is sealed under a request's own key once the request has ended: it ends with it.
-        self._transient = key.root is Root.REQUEST
         self._store: StoreClient | None = None
         self._kept: list[_Kept] = []
 
     @property
     def lasting(self) -> bool:
         """Whether a later request can find what is saved."""
-        return not self._transient
+        return self._key.root is not Root.REQUEST
 
     @property
     def blocks(self) -> int:
@@ -106,7 +102,7 @@ class Conversation:
             self._prefix.sha256 if self._first else b"",
         ):
             return
-        left = _common(head.token_ids, prompt[self._first * tokens : -1]) // tokens
+        left = common_length(head.token_ids, prompt[self._first * tokens : -1]) // tokens
         first = 0
         for segment in head.segments:
             if left <= 0:
@@ -189,7 +185,7 @@ class Conversation:
         with sealing(store, self._key, Kind.HEAD, Manifest(self._format, start, named, segments, self._prefix_sha256)):
             pass
         # The one moment at which the conversation changes: whoever comes later finds this head or the one before.
-        store.put(self._key.index(), ttl_s=self._ttl_s, transient=self._transient)
+        store.put(self._key.index(), ttl_s=self._ttl_s)
         self._renew(store)
 
     def _seal_segment(self, store: StoreClient, tokens: Sequence[int], first: int, channel: Channel) -> Segment:
@@ -213,7 +209,7 @@ class Conversation:
                         sealer.seal(plaintext)
                 consumer.finish(timeout=self._timeout)
             index = random_index()
-            store.put(index, ttl_s=self._ttl_s, transient=self._transient)
+            store.put(index, ttl_s=self._ttl_s)
             return Segment(index, header.block_count, sealer.header_sha256)
 
     def close(self) -> None:
@@ -251,8 +247,3 @@ class Conversation:
             first_token=first_block * self._format.block_tokens,
             token_count=block_count * self._format.block_tokens,
         )
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading elements are equal."""
-    return sum(1 for _ in takewhile(bool, map(eq, one, other)))

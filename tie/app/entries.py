@@ -11,7 +11,7 @@ from kvxfer import pages, seals
 from tie.store.client import StoreClient
 from tie.warden.entry import Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
-from tie.warden.keys import ConversationKey
+from tie.warden.keys import ConversationKey, Root
 from tie.warden.manifest import CacheFormat, Manifest
 from tie.warden.media import InFile
 
@@ -98,7 +98,8 @@ def sealing(store: StoreClient, key: ConversationKey, kind: Kind, manifest: Mani
     plaintext = manifest.encode()
     blocks = manifest.block_count if kind is Kind.SEGMENT else 0
     shape = Shape.of(plaintext, blocks, manifest.format.block_bytes if blocks else 0)
-    descriptor = store.new(shape.entry_bytes)
+    # Nobody can open what is sealed under a request's own key once the request has ended: it ends with it.
+    descriptor = store.new(shape.entry_bytes, transient=key.root is Root.REQUEST)
     try:
         # Mapped, because a process of a request may write no file of any size, not even with pwrite to a memfd.
         with mmap.mmap(descriptor, shape.entry_bytes) as mapping:

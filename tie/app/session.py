@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import importlib
 import time
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from tie.daemon.errors import PeerDiedError, PeerTimeoutError, ProtocolError
 from tie.daemon.frames import parse
 from tie.daemon.padding import PaddingError
 from tie.daemon.service import EXIT_FAILURE, EXIT_OK
+from tie.envelope.secret import Secret
 from tie.proto import app_pb2, request_pb2, runtime_pb2
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class Session:
         writer.transport.set_write_buffer_limits(0)  # drained means: the kernel has it, and this process may end
         self._stopping = stopping
         self._request_id = ""
-        self._dek = b""
+        self._dek = Secret(b"")
         self._generation: Generation | None = None
         self._reuse: Reuse | None = None
         self._prompt: tuple[int, ...] = ()
@@ -74,28 +76,35 @@ class Session:
         async with connect(self._config) as runtime:
             # Blocking: a quarter of a second in which nothing can have been asked yet.
             model = Model.load(self._config)
-            gc.freeze()
-            gc.enable()
             runtime.check_serves(model.manifest)
             await self._sender.ready()
+            # Brings the cryptography library: a tenth of a second for which neither `ready` nor a request should wait.
+            importlib.import_module("tie.app.reuse")
+            gc.freeze()
+            gc.enable()
             return await unless(self._request(runtime, model), runtime.watch())
 
     async def _request(self, runtime: RuntimeLink, model: Model) -> Outcome | None:
         opened = await self._incoming.open()
         if opened is None:
             return None  # connected ahead of time and never used
-        self._request_id, self._dek = opened.request_id, opened.dek
+        self._request_id = opened.request_id
         limits = Limits.of(self._config.app, opened.limits)
         deadline = time.monotonic() + limits.time_s
+        self._dek = Secret(opened.dek)
+        name = opened.model or model.manifest.model
+        del opened  # its copy of the key can be let go of, and not be wiped
         try:
             async with asyncio.timeout(limits.time_s):
-                model.check_name(opened.model or model.manifest.model)
+                model.check_name(name)
                 body = await self._incoming.body(limits.request_bytes)
                 return await unless(
                     self._generate(runtime, model, body, limits, deadline), self._incoming.watch(), self._sender.run()
                 )
         except TimeoutError:
             raise RefusalError(app_pb2.STATUS_DEADLINE_EXCEEDED, "the time limit of the request passed") from None
+        finally:
+            self._dek.close()
 
     async def _generate(
         self, runtime: RuntimeLink, model: Model, body: bytes, limits: Limits, deadline: float
@@ -103,8 +112,8 @@ class Session:
         # In a thread: a long prompt takes seconds to tokenize, and an abort must be seen meanwhile.
         asked, turn_key = await asyncio.to_thread(_understand, model, body, limits, self._request_id)
         key = self._key(turn_key)
+        self._dek.close()  # what is left to do takes minutes
         if key:
-            # Here, because it brings the cryptography library, which no start should wait for.
             from tie.app.reuse import Reuse
 
             self._prompt = tuple(asked.token_ids)
@@ -119,7 +128,7 @@ class Session:
         if turn_key:
             return ConversationKey(Root.TURN, turn_key)
         if self._config.app.cache_without_turn_key:
-            return ConversationKey(Root.REQUEST, self._dek)
+            return ConversationKey(Root.REQUEST, self._dek.reveal())
         return None
 
     async def _save(self) -> None:

@@ -1,7 +1,8 @@
 """Which bundle a node serves: a symbolic link that `model.bundle` names, and that is replaced as a whole.
 
-A process that opens the link finds one bundle or the other, never a mixture. Processes that began with the old one
-are told apart by its release: an app refuses a runtime of another, and a runtime refuses such weights and prefixes.
+A process that opens the link finds one bundle or the other, never a mixture, and stays with what it found. Processes
+that began with the old one are told apart by its release: an app refuses a runtime of another, and a runtime refuses
+such weights and prefixes.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ def point(link: Path, bundle: Path) -> Bundle:
 
     Args:
         link: to be made, or replaced; nothing but a link ever is.
-        bundle: absolute.
+        bundle: where it is. `link` leads to the directory itself: a link, even `link`, may lead elsewhere later.
 
     Raises:
         BundleError: there is no bundle, or something else where the link should be, or it cannot be written.
@@ -34,7 +35,7 @@ def point(link: Path, bundle: Path) -> Bundle:
     fresh = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
     try:
         link.parent.mkdir(parents=True, exist_ok=True)
-        fresh.symlink_to(bundle)
+        fresh.symlink_to(opened.directory)
         os.replace(fresh, link)  # noqa: PTH105 (Path.rename says nothing of replacing)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import itertools
 import os
 import shutil
 import stat
@@ -27,6 +26,7 @@ from tie.assets.manifest import (
     Manifest,
     SystemPrompt,
 )
+from tie.assets.prefix import common_length
 from tie.assets.source import ModelSource
 from tie.assets.tensors import TensorIndex, check_tensors
 from tie.assets.tokenizer import Tokenizer
@@ -162,8 +162,7 @@ def _system_prefix(template: ChatTemplate, text: str) -> tuple[int, ...]:
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
-    return tuple(token for token, _ in pairs)
+    return tuple(left[: common_length(left, right)])
 
 
 def _existing(destination: Path, encoded: bytes) -> Bundle | None:

@@ -25,7 +25,7 @@ class Bundle:
     """An open bundle.
 
     Attributes:
-        directory: where it lies.
+        directory: where it lies, itself: no link that may lead to another bundle tomorrow.
         manifest: what it says of itself.
     """
 
@@ -72,9 +72,12 @@ class Bundle:
 def open_bundle(path: Path) -> Bundle:
     """Opens a bundle: checks the manifest's shape and every file's size, not the hashes.
 
+    A link is followed here, once: whatever is read later is of the bundle that it led to.
+
     Raises:
         BundleError: not a bundle, or a file is missing or has another size.
     """
+    path = Path(os.path.realpath(path))
     file = path / MANIFEST_FILE
     try:
         with file.open("rb") as stream:

@@ -34,7 +34,7 @@ NO_PREFIX: Final = SharedPrefix(0, b"")
 def shared_prefix(registered: Iterable[Sequence[int]], prompt: Sequence[int], block_tokens: int) -> SharedPrefix:
     """The longest run of whole blocks that `prompt` has in common with one of `registered`, without its last token."""
     tokens = prompt[:-1]
-    most = max((_common(each, tokens) for each in registered), default=0)
+    most = max((common_length(each, tokens) for each in registered), default=0)
     blocks = most // block_tokens if block_tokens > 0 else 0  # what another process says blocks are
     if not blocks:
         return NO_PREFIX
@@ -42,5 +42,6 @@ def shared_prefix(registered: Iterable[Sequence[int]], prompt: Sequence[int], bl
     return SharedPrefix(blocks, hashlib.sha256(_LABEL + struct.pack(f"<{len(ids)}I", *ids)).digest())
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading elements are equal."""
     return sum(1 for _ in takewhile(bool, map(eq, one, other)))

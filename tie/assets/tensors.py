@@ -5,7 +5,7 @@ converts. Names are Hugging Face's; shapes are row-major [rows, columns], as PyT
 """
 
 from collections.abc import Iterable
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal
 
 import gguf
 import gguf.quants
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tie.assets.bundle import Bundle
 from tie.assets.manifest import TENSORS_FILE, Architecture, FileName, Positive
+from tie.bones.native.packing import Groups
 from tie.daemon.errors import BundleError
 
 Float32 = npt.NDArray[np.float32]
@@ -108,22 +109,8 @@ def read_rows(tensor: StoredTensor, raw: Raw, start: int, stop: int) -> Float32:
     return values
 
 
-class Groups(NamedTuple):
-    """Rows in groups of 32 values, as some GGUF formats store them: value = scale * code + minimum.
-
-    Attributes:
-        codes: [rows, groups, 32]; uint8 from 0 to 15 with minima, int8 without.
-        scales: [rows, groups], float16.
-        minima: [rows, groups], float16, or None: zero.
-    """
-
-    codes: npt.NDArray[np.uint8] | npt.NDArray[np.int8]
-    scales: npt.NDArray[np.float16]
-    minima: npt.NDArray[np.float16] | None
-
-
 def read_groups(tensor: StoredTensor, raw: Raw, start: int, stop: int) -> Groups | None:
-    """Rows `start` to `stop` in Hugging Face's order, exactly as stored; None where they are not in such groups.
+    """Rows `start` to `stop` in Hugging Face's order, exactly as stored; None where they are not in groups of 32.
 
     Args:
         tensor: what is read.

@@ -3,13 +3,20 @@
 Standard library only, since nothing else is there yet. Safe to repeat, safe to interrupt, asks nothing.
 """
 
+import os
+import signal
+
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # while the rest is imported, nothing is begun yet
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
 import ctypes
 import errno
 import fcntl
 import hashlib
 import importlib.util
 import json
-import os
 import platform
 import re
 import shutil
@@ -101,6 +108,8 @@ def main() -> int:
 def execute(program: str, *arguments: str) -> NoReturn:
     """Becomes a program of the environment."""
     path = VENV / "bin" / program
+    if program == "tie":  # Ctrl-C waits until it can answer: `tie.cli.main` unblocks it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execv(path, [str(path), *arguments])  # noqa: S606 (no shell)
 
 
@@ -164,7 +173,7 @@ def set_up_anew(wanted: str) -> None:
     count = sum(1 for line in LOCK.read_text().splitlines() if "==" in line)
     say(f"[2/3] {count} packages from requirements.lock")
     pip("install", "--no-deps", "--require-hashes", "-r", str(LOCK), count=count)
-    say("[3/3] this project, editable; compiles the forward step for some minutes where there is a compiler")
+    say("[3/3] this project, compiled: some minutes where there is a compiler")
     pip("install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
     check_environment()
     STAMP.write_text(wanted)
@@ -174,7 +183,13 @@ def set_up_anew(wanted: str) -> None:
 def computes_without_torch() -> bool:
     """Whether the compiled forward step was built, and is a fast one on this processor."""
     program = "from tie.bones.native import library; raise SystemExit(not library.fast())"
-    return subprocess.run([str(PYTHON), "-P", "-c", program], check=False, cwd=ROOT).returncode == 0
+    return asked(program) == 0
+
+
+def asked(program: str) -> int:
+    """The exit code of a few lines in the environment's Python; out of Ctrl-C's reach, which is for us to answer."""
+    command = [str(PYTHON), "-P", "-c", program]
+    return subprocess.run(command, check=False, cwd=ROOT, start_new_session=True).returncode
 
 
 def fingerprint() -> str:
@@ -332,7 +347,7 @@ def pip(*arguments: str, count: int = 0) -> None:
 def check_environment() -> None:
     """What would break the node in ways that are hard to see."""
     program = "import numpy; raise SystemExit(int(numpy.__version__.split('.')[0]) > 1)"
-    if subprocess.run([str(PYTHON), "-c", program], check=False).returncode != 0:
+    if asked(program) != 0:
         raise SetupError("NumPy 2 or newer is in .venv: Triton 2.51 corrupts its arrays. Delete .venv and run again")
 
 
@@ -348,6 +363,8 @@ def test(arguments: list[str]) -> NoReturn:
 
 if __name__ == "__main__":
     try:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(main())
     except KeyboardInterrupt:
         print("\nrun: interrupted; the same command goes on from here", file=sys.stderr)

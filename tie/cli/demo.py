@@ -165,11 +165,18 @@ def _recycle(node: LocalNode, bundle: Bundle, console: Console) -> float:
         _mapped(node, files),
         _prefix(after),
     ]  # fmt: skip
-    for name, text, good in facts:
-        console.print(f"  {'[green]✓[/]' if good else '[red]✗[/]'} {name}: {text}")
+    console.print(_checklist(facts))
     if not all(good for _, _, good in facts):
         raise DemoError("the recycle was not what it should be (see ✗ above)")
     return seconds
+
+
+def _checklist(facts: list[tuple[str, str, bool]]) -> Table:
+    """One line for each fact; what does not fit a narrow terminal goes on below its own beginning."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for name, text, good in facts:
+        table.add_row("  [green]✓[/]" if good else "  [red]✗[/]", f"{name}: {text}")
+    return table
 
 
 async def _run_recycle(node: LocalNode, console: Console) -> float:

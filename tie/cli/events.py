@@ -53,6 +53,7 @@ _STATES = {
     "maintenance": "in maintenance",
     "initializing": "starting",
 }
+_LETTERS = 8  # of a runtime's instance: enough to tell one from another
 _STYLES = {"error": "red", "available": "green", "given-up": "red"}
 
 
@@ -64,6 +65,8 @@ def why(code: str) -> str:
 def sentence(happening: control_pb2.Happening) -> str:
     """What happened, in a sentence."""
     code, before, after = happening.code, happening.before, happening.after
+    if happening.kind in {"recycle", "recycled", "runtime"}:
+        before, after = before[:_LETTERS], after[:_LETTERS]
     match happening.kind:
         case "state":
             text = f"the node is {_STATES.get(after, after)}: {why(code)}"

@@ -2,13 +2,14 @@
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import inotify_simple
 import psutil
+
+from tie.cli.own_folder import OwnFolder
 
 _EVENTS = inotify_simple.flags.OPEN | inotify_simple.flags.ACCESS
 
@@ -20,18 +21,19 @@ def own_view(bundle: Path) -> Iterator[Path]:
     Beside the bundle, for links do not cross file systems; the bundle itself where that is not possible.
     """
     try:
-        folder = tempfile.TemporaryDirectory(prefix=f".{bundle.name}-", dir=bundle.parent)
+        folder = OwnFolder(bundle.parent, f".{bundle.name}-")
     except OSError:
         yield bundle
         return
-    with folder as name:
-        view = Path(name) / bundle.name
+    try:
+        view = folder.path / bundle.name
         try:
             shutil.copytree(bundle, view, copy_function=os.link)
         except (OSError, shutil.Error):
-            yield bundle
-            return
+            view = bundle
         yield view
+    finally:
+        folder.remove()
 
 
 class WeightWatch:

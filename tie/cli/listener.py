@@ -5,12 +5,15 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tie.cli.process import Child, OnLine
 from tie.daemon import socket_path
-from tie.daemon.socket_guard import identity
+from tie.daemon.errors import TieError
+from tie.daemon.socket_path import identity
 
 _BACKLOG = 128
+_HEAL_S = 1.0
 # A step of the engine serves everybody at once, a process of a request one: it stands back, from its start on. With
 # systemd it is the weight of tie-app.slice that says so.
 _NICENESS = 10
@@ -69,28 +72,42 @@ class Listener:
         Raises:
             SocketInUseError: a live server holds the path.
             ConfigError: the path is too long for a Unix socket.
+            OSError: it cannot be opened there.
         """
-        self._lock = socket_path.claim(self._path)
+        lock = socket_path.claim(self._path)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         before = os.umask(0o117)
         try:
             listening.bind(str(self._path))
+            listening.listen(_BACKLOG)
+        except OSError:
+            listening.close()
+            os.close(lock)
+            raise
         finally:
             os.umask(before)
-        listening.listen(_BACKLOG)
         asyncio.get_running_loop().add_reader(listening, self._accept, listening)
-        self._socket = listening
-        self._identity = identity(self._path)
+        self._socket, self._lock, self._identity = listening, lock, identity(self._path)
 
     def heal(self) -> bool:
-        """Opens the socket anew where its file is gone, which nobody else could; whether that was so."""
-        if self._socket is None or identity(self._path) == self._identity:
+        """Opens the socket anew where its file is gone, which nobody else could; whether that was so.
+
+        Raises:
+            OSError: it cannot be opened now; the next call tries again.
+            TieError: likewise.
+        """
+        if self._socket is not None and identity(self._path) == self._identity:
             return False
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
-        os.close(self._lock)
+        self._close()
         self.start()
         return True
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+            os.close(self._lock)
+            self._socket = None
 
     def _accept(self, listening: socket.socket) -> None:
         try:
@@ -123,12 +140,9 @@ class Listener:
 
     async def stop(self, deadline: float) -> None:
         """Accepts nothing more; running instances get SIGTERM and `deadline` seconds, then SIGKILL."""
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket)
-            self._socket.close()
-            self._socket = None
+        if self._socket is not None and identity(self._path) == self._identity:
             self._path.unlink(missing_ok=True)
-            os.close(self._lock)
+        self._close()
         tasks = list(self._instances.values())
         await asyncio.gather(*(child.stop(deadline) for child in list(self._instances)))
         await asyncio.gather(*tasks)
@@ -137,3 +151,25 @@ class Listener:
         """SIGKILL to every running instance."""
         for child in self._instances:
             child.kill()
+
+
+async def keep_open(listeners: Sequence[Listener], say: Callable[[str, str], None]) -> NoReturn:
+    """Looks after the sockets' files for ever, and tries on where one cannot be opened; cancel to end.
+
+    Args:
+        listeners: those that were started.
+        say: called with a listener's name and what became of its socket.
+    """
+    failing: dict[str, str] = {}
+    while True:
+        await asyncio.sleep(_HEAL_S)
+        for listener in listeners:
+            try:
+                healed, trouble = listener.heal(), ""
+            except (OSError, TieError) as error:
+                healed, trouble = False, f"the socket's file is gone and cannot be opened anew: {error}"
+            if healed:
+                say(listener.name, "the socket's file was gone; opened anew")
+            elif trouble and failing.get(listener.name) != trouble:
+                say(listener.name, trouble)
+            failing[listener.name] = trouble

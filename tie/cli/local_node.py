@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import psutil
 
 from tie.cli import control, settings
 from tie.cli.console import parse, printable, readable
+from tie.cli.own_folder import OwnFolder
 from tie.daemon.config import NodeConfig
 from tie.daemon.errors import PeerDiedError, PeerError, PeerTimeoutError
 from tie.proto import control_pb2
@@ -52,9 +52,9 @@ class LocalNode:
         """
         # A folder directly under /tmp: paths of Unix sockets are short.
         # What `prepare` mounted there keeps the folder busy, and is for its owner to take away.
-        self._folder = tempfile.TemporaryDirectory(prefix="tie-", dir="/tmp", ignore_cleanup_errors=True)
-        self.run_dir = Path(self._folder.name) / "run"
-        self._log = Path(self._folder.name) / "log"
+        self._folder = OwnFolder(Path("/tmp"), "tie-demo-")  # noqa: S108 (mkdtemp)
+        self.run_dir = self._folder.path / "run"
+        self._log = self._folder.path / "log"
         prepare(self.run_dir)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -65,7 +65,12 @@ class LocalNode:
         command += [part for override in overrides for part in ("--set", override)]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(self._folder.lock,),  # it needs the folder until its own end
             )
         self._seen: set[psutil.Process] = set()
         self._kept: str | None = None
@@ -153,7 +158,7 @@ class LocalNode:
         for process in left:
             process.kill()
         self._kept = self.log_text()
-        self._folder.cleanup()
+        self._folder.remove()
         return [_program(process) or str(process.pid) for process in left]
 
     def leftovers(self) -> list[psutil.Process]:

@@ -2,6 +2,8 @@
 
 import importlib
 import io
+import os
+import signal
 import sys
 from typing import Any
 
@@ -49,6 +51,8 @@ class _LazyGroup(click.Group):
                 f"`tie {cmd_name}` needs the Python package {error.name!r}, which is not installed",
                 hint="it runs where the node's packages are: ./run setup, or the extra `node`",
             ) from error
+        if signal.getsignal(signal.SIGINT) is _end:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -65,6 +69,7 @@ def tie() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits; an expected error is a message and a hint, never a traceback."""
+    _end_at_once_when_interrupted()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows that
     try:
@@ -82,6 +87,22 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stderr.close()
         sys.exit(141)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _end_at_once_when_interrupted() -> None:
+    """Until a command has been imported, Ctrl-C has nothing to clean up: it ends the process without a word.
+
+    `./run` blocks the signal until here, so that it does not end in a traceback out of the interpreter's own start.
+    """
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # else it is ignored, as of a job in the background
+        signal.signal(signal.SIGINT, _end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _end(*_: object) -> None:
+    os._exit(130)
 
 
 def complain(error: TieError) -> None:

@@ -44,6 +44,7 @@ def prepared(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            made = []  # another `tie up`, started at the same moment, has it by now
             owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "?"
             raise ConfigError(
                 f"a node already runs in {directory} (`tie up`, process {owner})",
@@ -53,10 +54,10 @@ def prepared(directory: Path) -> Iterator[None]:
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         yield
     except TieError:
-        if made:  # for us, so that nobody else's lock is in it; refused before anything else was written there
+        if made:  # by us, and the lock is ours: what was refused leaves no empty folder
             (directory / settings.UP_LOCK).unlink(missing_ok=True)
         for folder in made:
-            with contextlib.suppress(OSError):  # not empty: somebody uses it
+            with contextlib.suppress(OSError):  # not empty: it got further than that, or somebody uses it
                 folder.rmdir()
         raise
     finally:

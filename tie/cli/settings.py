@@ -79,18 +79,22 @@ def running_up(run_dir: Path) -> int | None:
     return None
 
 
-def effective(base: Path | None, overrides: Sequence[str], **values: Any) -> NodeConfig:
+def effective(
+    base: Path | None, overrides: Sequence[str], *, run_dir_unless_named: Path | None = None, **values: Any
+) -> NodeConfig:
     """A configuration file with overrides on top.
 
     Args:
         base: node.toml, or None for the defaults.
         overrides: "table.key=value" with a TOML value; a value that is no TOML stands for itself as a string.
+        run_dir_unless_named: the run directory where none of the others names one; else that of an installed node.
         values: overrides by dotted name with `__` for the dot; None is no override.
 
     Raises:
         ConfigError: a name or a value is wrong.
     """
-    tree = _tree(node_config.load(base) if base else NodeConfig())
+    fallback = NodeConfig().run_dir if run_dir_unless_named is None else str(run_dir_unless_named)
+    tree = _tree(node_config.load(base, run_dir=fallback) if base else NodeConfig(run_dir=fallback))
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals:
@@ -99,13 +103,6 @@ def effective(base: Path | None, overrides: Sequence[str], **values: Any) -> Nod
             )
         _put(tree, name.strip(), _toml_value(text.strip()))
     return _checked(tree, values)
-
-
-def names_run_dir(base: Path | None, overrides: Sequence[str]) -> bool:
-    """Whether a run directory was chosen there; the default of a configuration is that of an installed node."""
-    if any(override.partition("=")[0].strip() == "run_dir" for override in overrides):
-        return True
-    return base is not None and "run_dir" in tomllib.loads(base.read_text(encoding="utf-8"))
 
 
 def replace(config: NodeConfig, **values: Any) -> NodeConfig:

@@ -10,7 +10,7 @@ import click
 
 from tie.cli import prepare, settings
 from tie.cli.console import Console
-from tie.cli.listener import Listener
+from tie.cli.listener import Listener, keep_open
 from tie.cli.process import OnLine, kill_orphans
 from tie.cli.supervisor import Report, Service, ServiceConfigError, describe_exit, stop_in_order
 from tie.daemon.config import NodeConfig
@@ -71,9 +71,11 @@ def up(
     Starts every daemon, gives each request its own processes, starts again what ends. Nothing outlives this command.
     """
     console = Console(quiet=quiet, json_logs=json_logs)
-    config = settings.effective(base, overrides, cloudboard__port=port)
-    named = settings.names_run_dir(base, overrides)
-    directory = (run_dir or (Path(config.run_dir) if named else settings.default_run_dir())).absolute()
+    chosen = None if run_dir is None else str(run_dir)
+    config = settings.effective(
+        base, overrides, run_dir_unless_named=settings.default_run_dir(), run_dir=chosen, cloudboard__port=port
+    )
+    directory = Path(config.run_dir).absolute()
     config = settings.replace(config, run_dir=str(directory))
     with prepare.prepared(directory):
         prepare.check(config)
@@ -133,9 +135,9 @@ class _Node:
             for name, service in self._services.items():
                 running = service.run(self._environment, self._directory, self._report(service))
                 tasks[name] = asyncio.create_task(running, name=name)
-            healing = asyncio.create_task(self._heal_sockets())
+            healing = asyncio.create_task(keep_open(self._listeners, self._console.log), name="healing")
             try:
-                return await self._until_stopped(tasks)
+                return await self._until_stopped([healing, *tasks.values()])
             finally:
                 healing.cancel()
         finally:
@@ -148,25 +150,19 @@ class _Node:
             await self._end_orphans()
             self._console.say("stopped")
 
-    async def _until_stopped(self, tasks: dict[str, asyncio.Task[None]]) -> int:
+    async def _until_stopped(self, tasks: list[asyncio.Task[None]]) -> int:
+        """Waits for the wish to stop; an error of any of the tasks, which all run for ever, ends the node."""
         stopping = asyncio.create_task(self._stopping.wait())
-        done, _ = await asyncio.wait([stopping, *tasks.values()], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         for task in done - {stopping}:
             error = task.exception()
-            lines = self._services[task.get_name()].last_lines
             if isinstance(error, ServiceConfigError):
+                lines = self._services[task.get_name()].last_lines
                 raise ConfigError(f"{error}: {lines[-1] if lines else ''}") from error
             if error is not None:
                 raise error
         return 0
-
-    async def _heal_sockets(self) -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            for listener in self._listeners:
-                if listener.heal():
-                    self._console.log(listener.name, "the socket's file was gone; opened anew")
 
     def _report(self, service: Service) -> Report:
         def ended(code: int, pause: float) -> None:

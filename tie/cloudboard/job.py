@@ -3,23 +3,27 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from typing import Final
 
-from tie.cloudboard.replies import JOB_CODES
+from tie.cloudboard.replies import JOB_CODES, UNREAD
 from tie.cloudboard.standby import Jobhelper, NoJobhelperError, StandbyPool
 from tie.cloudboard.uploads import Upload
 from tie.daemon import log
-from tie.daemon.errors import PeerError
+from tie.daemon.errors import PeerError, PeerTimeoutError
 from tie.envelope.frames import frame
 from tie.http.exchange import Exchange
 from tie.http.reply import RefusedRequestError
 from tie.proto import envelope_pb2
+
+_STEP_BYTES: Final = 64 * 1024  # of a request on its way to a jobhelper
 
 
 class JobLostError(PeerError):
     """The jobhelper ended, or has no app to serve the request.
 
     Attributes:
-        code: what to tell the client when there is no second chance.
+        code: what to tell the client when there is no second chance: "busy", that nobody has read anything of the
+            request, or else "failed".
     """
 
     def __init__(self, message: str, *, code: str = "failed") -> None:
@@ -57,11 +61,9 @@ class Job:
             # Not one that stood by: what killed the first may have killed them all.
             second = await self._try(self._pool.new)
         except RefusedRequestError as refusal:
-            # The replay is our own second attempt. What the first said of itself holds: "busy", that nobody has read
-            # anything of the request; or nothing, and then it may have been read.
-            raise RefusedRequestError(first.code if refusal.code == "replayed" else refusal.code) from None
+            raise RefusedRequestError(_of_both(first.code, refusal.code)) from None
         if second is not None:
-            raise RefusedRequestError(second.code)
+            raise RefusedRequestError(_of_both(first.code, second.code))
 
     async def _try(self, source: Callable[[], Awaitable[Jobhelper]]) -> JobLostError | None:
         try:
@@ -91,10 +93,13 @@ class Job:
     async def _send(self, jobhelper: Jobhelper) -> None:
         try:
             await jobhelper.send(envelope_pb2.JobIn(open=self._order))
-            for segment in self._upload.segments:
-                await jobhelper.send(envelope_pb2.JobIn(segment=segment))
+            for start in range(0, len(self._upload.body), _STEP_BYTES):
+                await jobhelper.send_frames(bytes(self._upload.body[start : start + _STEP_BYTES]))
+        except PeerTimeoutError as error:
+            log.failure("request.job-stuck", error)
+            jobhelper.close()  # whoever reads sees its end, and decides
         except PeerError:
-            return  # whoever reads sees it as well, and decides
+            return  # whoever reads sees it as well
 
     async def _pass_on(self, jobhelper: Jobhelper) -> bool:
         """Passes on one message; True at the answer's end. Raises as `_attempt`."""
@@ -126,3 +131,12 @@ class Job:
         if message is None:
             raise JobLostError("the jobhelper ended")
         return message
+
+
+def _of_both(first: str, second: str) -> str:
+    """What to tell the client after two attempts, from the code of each.
+
+    That nobody has read anything of the request is said only when it is true of both. And when the envelope has been
+    opened before, it is our own first attempt that did.
+    """
+    return first if second == "replayed" or (second in UNREAD and first not in UNREAD) else second

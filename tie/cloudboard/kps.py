@@ -17,13 +17,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from tie.cloudboard import keys
 from tie.daemon import log, rpc, service
-from tie.daemon.config import KpsConfig, NodeConfig
+from tie.daemon.config import NodeConfig
 from tie.envelope import sealing, statement
 from tie.envelope.errors import EnvelopeError
 from tie.proto import kps_pb2, kps_pb2_grpc
 
 MAX_REPLAY_ENTRIES: Final = 1_000_000  # about 100 MB; then the key is replaced
-OVERLAP_S: Final = 150.0  # a little more than a request may take to come in (cloudboard.upload_deadline_s)
+ON_ITS_WAY_S: Final = 30.0  # what a request may take, once it has come in, until its envelope is here
+# A key replaced because its set was full opens what is on its way, which is to be remembered as well: as many envelopes
+# again. Two sets at their largest stay within the unit's memory.
+_WITH_OVERLAP: Final = 2
 _DIGEST_BYTES: Final = 16
 
 
@@ -65,21 +68,22 @@ class KeyProtection:
 
     def __init__(
         self,
-        node_id: str,
-        config: KpsConfig,
+        config: NodeConfig,
         signer: Ed25519PrivateKey,
         binding: sealing.PublicKey,
         *,
         clock: Callable[[], float] = time.monotonic,
         max_replay_entries: int = MAX_REPLAY_ENTRIES,
     ) -> None:
-        self._node_id = node_id
-        self._lifetime_s = min(config.key_lifetime_s, statement.MAX_LIFETIME_S)
+        self._node_id = config.node_id
+        self._lifetime_s = min(config.kps.key_lifetime_s, statement.MAX_LIFETIME_S)
+        # What was sealed to a key just before it was replaced may take so long to come.
+        self._overlap_s = config.cloudboard.upload_deadline_s + ON_ITS_WAY_S
         self._signer = signer
         self._binding = binding
         self._clock = clock
         self._max_replay_entries = max_replay_entries
-        self._limit = RateLimit(config.max_opens_per_s, clock)
+        self._limit = RateLimit(config.kps.max_opens_per_s, clock)
         self._metrics = CollectorRegistry()
         self._opens = Counter("tie_kps_opens", "DEKs asked for, by outcome", ["outcome"], registry=self._metrics)
         self._keys = Counter("tie_kps_keys", "Keys made since start", registry=self._metrics)
@@ -111,7 +115,7 @@ class KeyProtection:
         if request.version != sealing.VERSION or request.node_id != self._node_id:
             return kps_pb2.OpenDekReply(outcome=kps_pb2.OUTCOME_REFUSED)
         epoch = next((one for one in self._epochs if request.key_id == one.key.public.key_id), None)
-        if epoch is None or len(epoch.seen) >= 2 * self._max_replay_entries:
+        if epoch is None or len(epoch.seen) >= _WITH_OVERLAP * self._max_replay_entries:
             return kps_pb2.OpenDekReply(outcome=kps_pb2.OUTCOME_UNKNOWN_KEY)
         digest = hashlib.sha256(request.sealed_dek).digest()[:_DIGEST_BYTES]
         if digest in epoch.seen:
@@ -135,7 +139,7 @@ class KeyProtection:
 
     def _rotate(self, reason: str) -> None:
         for epoch in self._epochs[-1:]:
-            epoch.until = self._clock() + OVERLAP_S
+            epoch.until = self._clock() + self._overlap_s
         current = _Epoch()
         self._epochs = [*self._epochs[-1:], current]
         self._expires = self._clock() + self._lifetime_s
@@ -179,9 +183,7 @@ async def serve(config: NodeConfig, lifetime: service.Lifetime) -> None:
         ConfigError: a key file is missing or damaged.
         SocketInUseError: another service is live on kps.sock.
     """
-    protection = KeyProtection(
-        config.node_id, config.kps, keys.read_statement_key(config), keys.read_binding_public(config)
-    )
+    protection = KeyProtection(config, keys.read_statement_key(config), keys.read_binding_public(config))
 
     def register(server: grpc.aio.Server) -> None:
         kps_pb2_grpc.add_KeyProtectionServicer_to_server(Servicer(protection), server)

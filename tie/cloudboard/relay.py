@@ -17,7 +17,7 @@ WRITE_S: Final = 30.0
 LINGER_S: Final = 10.0  # the ingress closes at once; on a machine that is late with everything it must still hear
 GRACE_S: Final = 10.0  # beyond the limits that others keep: they say by themselves that time is up
 _BODY_OVERHEAD: Final = 32  # of an AppIn around the bytes it carries
-FRAME_LIMIT: Final = stream.Direction.REQUEST.max_ciphertext_bytes + 4096
+_LIMIT: Final = stream.Direction.REQUEST.max_frame_bytes
 
 
 class JobEndedError(Exception):
@@ -55,7 +55,7 @@ class Link:
         """
         try:
             async with asyncio.timeout(LINGER_S):
-                while await self.reader.read(FRAME_LIMIT):
+                while await self.reader.read(_LIMIT):
                     pass
         except (TimeoutError, ConnectionError):
             return
@@ -132,7 +132,7 @@ async def read_ingress(ingress: Link, timeout: float, *, may_end: bool = False) 
         JobEndedError: with `may_end`, when it ended its half cleanly: the device's request was cut short.
     """
     try:
-        message = await frames.read_message(ingress.reader, envelope_pb2.JobIn, limit=FRAME_LIMIT, timeout=timeout)
+        message = await frames.read_message(ingress.reader, envelope_pb2.JobIn, limit=_LIMIT, timeout=timeout)
     except PeerError:
         raise IngressGoneError from None
     if message is None and may_end:
@@ -182,19 +182,17 @@ async def _upload(config: AppConfig, ingress: Link, app: Link, opener: stream.Op
     Nothing of a request reaches the app before its last segment has verified: what was changed, reordered or cut short
     on the way is refused unseen.
     """
-    room, pieces = config.max_request_bytes, []
+    request = bytearray()  # one buffer: pieces of it, each an object, would cost what no limit here counts
     while not opener.ended:
         message = await read_ingress(ingress, config.idle_timeout_s + GRACE_S, may_end=True)
         try:
-            pieces.append(opener.open(message.segment.ciphertext, last=message.segment.last))
+            request += opener.open(message.segment.ciphertext, last=message.segment.last)
         except EnvelopeError:
             raise JobEndedError(envelope_pb2.JOB_REFUSED) from None
-        room -= len(pieces[-1])
-        if room < 0:
+        if len(request) > config.max_request_bytes:
             raise JobEndedError(envelope_pb2.JOB_TOO_LARGE)
     try:
-        for number, piece in enumerate(pieces, start=1):
-            await _forward(config, app, piece, last=number == len(pieces))
+        await _forward(config, app, request)
     except PeerDiedError:
         return  # what it still said, or that it said nothing, is the download's to tell
     except PeerTimeoutError:
@@ -204,12 +202,11 @@ async def _upload(config: AppConfig, ingress: Link, app: Link, opener: stream.Op
     raise IngressGoneError  # nothing but an abort may follow the last segment
 
 
-async def _forward(config: AppConfig, app: Link, data: bytes, *, last: bool) -> None:
-    """Sends a piece of the request in messages that the app takes. Raises as `Link.send`."""
+async def _forward(config: AppConfig, app: Link, request: bytearray) -> None:
+    """Sends the request in messages that the app takes. Raises as `Link.send`."""
     step = max(1, config.max_message_bytes - _BODY_OVERHEAD)
-    for start in range(0, max(1, len(data)), step):
-        piece = data[start : start + step]
-        body = app_pb2.Body(data=piece, last=last and start + step >= len(data))
+    for start in range(0, max(1, len(request)), step):
+        body = app_pb2.Body(data=bytes(request[start : start + step]), last=start + step >= len(request))
         await app.send(app_pb2.AppIn(body=body))
 
 

@@ -42,6 +42,9 @@ TEXTS: Final = MappingProxyType(
     }
 )
 
+# What a client may send again, anywhere: nobody has read anything of the request.
+UNREAD: Final = frozenset({"busy", "unavailable", "unknown_key"})
+
 JOB_CODES: Final = MappingProxyType(
     {
         envelope_pb2.JOB_REFUSED: "refused",

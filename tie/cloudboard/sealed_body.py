@@ -3,11 +3,12 @@
 from collections.abc import AsyncIterator
 from typing import Final
 
-from tie.cloudboard.uploads import FRAME_LIMIT, Upload
+from tie.cloudboard.uploads import Upload
 from tie.daemon import frames
 from tie.daemon.errors import ProtocolError
 from tie.envelope import sealing
 from tie.envelope.frames import FrameSplitter
+from tie.envelope.stream import Direction
 from tie.http.exchange import Exchange
 from tie.http.reply import RefusedRequestError
 from tie.proto import envelope_pb2
@@ -32,7 +33,7 @@ async def receive(exchange: Exchange, node_id: str, upload: Upload) -> envelope_
             header = message.header
         elif header is not None and kind == "segment" and not last:
             last = message.segment.last
-            upload.segments.append(message.segment)
+            upload.add(message.segment)
         else:
             raise RefusedRequestError("bad_frame")
     if header is None:
@@ -56,7 +57,7 @@ def _check(header: envelope_pb2.SealedHeader, node_id: str) -> None:
 
 
 async def _messages(exchange: Exchange, upload: Upload) -> AsyncIterator[envelope_pb2.SealedIn]:
-    splitter, room = FrameSplitter(FRAME_LIMIT), upload.largest
+    splitter, room = FrameSplitter(Direction.REQUEST.max_frame_bytes), upload.largest
     async for chunk in exchange.chunks(upload.pace):
         room -= len(chunk)
         if room < 0:

@@ -15,7 +15,6 @@ from tie.proto import envelope_pb2
 
 READY_S: Final = 65.0  # a little more than the jobhelper gives its app
 WRITE_S: Final = 30.0
-_FRAME_LIMIT: Final = Direction.RESPONSE.max_ciphertext_bytes + 4096
 _BREATH_S: Final = 1.0  # from a request's start until the pool is filled up: they often come in bursts
 _BACKOFF_S: Final = (0.2, 5.0)  # first and longest pause after a jobhelper that did not become ready
 
@@ -61,9 +60,15 @@ class Jobhelper:
         """Sends one message. Raises as `frames.write_message`."""
         await frames.write_message(self._writer, message, timeout=WRITE_S)
 
+    async def send_frames(self, data: bytes) -> None:
+        """Sends a piece of messages that are frames already. Raises as `send`."""
+        await frames.write_frames(self._writer, data, timeout=WRITE_S)
+
     async def receive(self, timeout: float) -> envelope_pb2.JobOut | None:
         """The next message, or None at the end. Raises as `frames.read_message`."""
-        return await frames.read_message(self._reader, envelope_pb2.JobOut, limit=_FRAME_LIMIT, timeout=timeout)
+        return await frames.read_message(
+            self._reader, envelope_pb2.JobOut, limit=Direction.RESPONSE.max_frame_bytes, timeout=timeout
+        )
 
     def close(self) -> None:
         """Closes the connection; the jobhelper stops its app."""

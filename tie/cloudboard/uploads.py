@@ -4,12 +4,15 @@ from types import TracebackType
 from typing import Final, Self
 
 from tie.daemon.config import NodeConfig
-from tie.envelope.stream import Direction
+from tie.envelope.frames import frame
+from tie.envelope.stream import TAG_BYTES, Direction
 from tie.http.limits import Pace
 from tie.http.reply import RefusedRequestError
 from tie.proto import envelope_pb2
 
-FRAME_LIMIT: Final = Direction.REQUEST.max_ciphertext_bytes + 4096
+_SPARE: Final = 8  # a buffer that grows is up to one part in so many larger than what it holds
+_FEW_SEGMENTS: Final = 64  # that any request may have, and then one for each so many bytes of the largest request:
+_SEGMENT_BYTES: Final = 1024
 
 
 class Uploads:
@@ -21,6 +24,7 @@ class Uploads:
     Attributes:
         held: bytes that all uploads hold together.
         largest: the size of one; a larger one cannot be a request within `app.max_request_bytes`.
+        most_segments: of one. Each costs every process that it passes more than its bytes.
         pace: how fast each must come.
     """
 
@@ -28,8 +32,10 @@ class Uploads:
         self.held = 0
         self.pace = Pace(idle_s=config.app.idle_timeout_s, whole_s=config.cloudboard.upload_deadline_s)
         # Beside the plaintext: authentication tags, frames, a header. The jobhelper counts the plaintext exactly.
-        self.largest = config.app.max_request_bytes + config.app.max_request_bytes // 8 + FRAME_LIMIT
-        self._limit = max(config.cloudboard.upload_bytes, self.largest)
+        request_bytes = config.app.max_request_bytes
+        self.largest = request_bytes + request_bytes // 8 + Direction.REQUEST.max_frame_bytes
+        self.most_segments = _FEW_SEGMENTS + request_bytes // _SEGMENT_BYTES
+        self._limit = max(config.cloudboard.upload_bytes, _charge(self.largest))
 
     def begin(self) -> "Upload":
         """A new upload."""
@@ -54,13 +60,14 @@ class Upload:
     """One request's sealed segments, for as long as they may be needed: `with uploads.begin() as upload`.
 
     Attributes:
-        segments: what has come, in order.
+        body: what has come, as the frames that a jobhelper takes: one buffer, however small the segments are.
     """
 
     def __init__(self, uploads: Uploads) -> None:
-        self.segments: list[envelope_pb2.SealedSegment] = []
+        self.body = bytearray()
         self._uploads = uploads
-        self._held = 0
+        self._size = 0
+        self._segments = 0
 
     @property
     def pace(self) -> Pace:
@@ -74,14 +81,28 @@ class Upload:
 
     def count(self, size: int) -> None:
         """`size` more bytes have come. Raises as `Uploads.take`."""
-        self._uploads.take(size)
-        self._held += size
+        self._uploads.take(_charge(self._size + size) - _charge(self._size))
+        self._size += size
+
+    def add(self, segment: envelope_pb2.SealedSegment) -> None:
+        """Keeps the next segment. Its bytes have been counted.
+
+        Raises:
+            RefusedRequestError: "bad_frame": nothing sealed is that short; "too_large": there are too many.
+        """
+        if len(segment.ciphertext) < TAG_BYTES:
+            raise RefusedRequestError("bad_frame")
+        if self._segments == self._uploads.most_segments:
+            raise RefusedRequestError("too_large")
+        self._segments += 1
+        known = envelope_pb2.SealedSegment(ciphertext=segment.ciphertext, last=segment.last)
+        self.body += frame(envelope_pb2.JobIn(segment=known).SerializeToString())
 
     def drop(self) -> None:
         """It is not needed any more."""
-        self.segments.clear()
-        self._uploads.give(self._held)
-        self._held = 0
+        self.body = bytearray()
+        self._uploads.give(_charge(self._size))
+        self._size = 0
 
     def __enter__(self) -> Self:
         return self
@@ -90,3 +111,8 @@ class Upload:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.drop()
+
+
+def _charge(size: int) -> int:
+    """What a body of `size` bytes, as it came, takes of the memory. Its frames for a jobhelper are no longer."""
+    return size + size // _SPARE

@@ -176,8 +176,12 @@ class NodeConfig(_Table, frozen=True):
         return Sockets(Path(self.run_dir))
 
 
-def load(path: Path) -> NodeConfig:
+def load(path: Path, *, run_dir: str | None = None) -> NodeConfig:
     """Reads and checks node.toml.
+
+    Args:
+        path: of the file.
+        run_dir: for a file that names none; that of an installed node unless given.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or a value has the wrong type, range or name.
@@ -187,7 +191,8 @@ def load(path: Path) -> NodeConfig:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="give the file with --config") from error
     try:
-        config = msgspec.toml.decode(text, type=NodeConfig)
+        tree = msgspec.toml.decode(text)
+        config = msgspec.convert(tree if run_dir is None else {"run_dir": run_dir, **tree}, NodeConfig, str_keys=True)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path}: {error}", hint="docs/configuration.md lists every key") from error
     buckets = config.app.buckets

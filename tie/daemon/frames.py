@@ -96,8 +96,13 @@ async def write_message(writer: asyncio.StreamWriter, message: Message, *, timeo
 
 async def write_bytes(writer: asyncio.StreamWriter, *payloads: bytes, timeout: float) -> None:
     """Sends one frame for each payload; a cancelled call has sent all of them. Raises as `write_message`."""
+    await write_frames(writer, b"".join(frame(payload) for payload in payloads), timeout=timeout)
+
+
+async def write_frames(writer: asyncio.StreamWriter, data: bytes, *, timeout: float) -> None:
+    """Sends what are frames already, or a part of them; otherwise as `write_bytes`."""
     try:
-        writer.write(b"".join(frame(payload) for payload in payloads))
+        writer.write(data)
         async with asyncio.timeout(timeout):
             await writer.drain()
     except TimeoutError:

@@ -18,7 +18,7 @@ from tie.daemon import log
 from tie.daemon.errors import TieError, UserError
 from tie.daemon.hardening import protect_process
 from tie.daemon.notify import notify, watchdog_interval
-from tie.daemon.socket_guard import identity
+from tie.daemon.socket_path import identity
 
 _LOOK_S = 1.0  # between two looks at the sockets' files
 

@@ -1,6 +1,7 @@
-"""Socket paths: their directories, and the claim that keeps a second live server off one. Needs no gRPC.
+"""Socket paths: their directories, the claim that keeps a second live server off one, and where they lead.
 
-A second server would silently steal a live path, and the first would unlink the new socket when it stops.
+A second server would silently steal a live path, and the first would unlink the new socket when it stops. No gRPC is
+needed here.
 """
 
 import fcntl
@@ -48,3 +49,12 @@ def claim(path: Path) -> int:
     if path.is_socket():
         path.unlink()
     return lock
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """What a path leads to; None when nothing is there. A server whose path leads elsewhere serves nobody new."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

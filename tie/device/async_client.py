@@ -10,8 +10,8 @@ import httpx
 
 from tie.device import transport
 from tie.device.answer import Delta, Result
-from tie.device.errors import EnvelopeRefusedError, NodeBusyError, UnreachableError
-from tie.device.nodes import Node, Nodes, untouched
+from tie.device.errors import EnvelopeRefusedError
+from tie.device.nodes import Node, Nodes
 from tie.device.request import Message, Options, build
 from tie.device.session import Session, reply_error
 from tie.device.transport import Stage, mapped
@@ -61,18 +61,11 @@ class AsyncClient:
         Raises:
             TieError: none did; tie.device.errors lists how.
         """
-        refusals: list[NodeBusyError | UnreachableError] = []
-        for node in self._nodes.in_order():
-            try:
-                answer = await self._send(node, request)
-            except (NodeBusyError, UnreachableError) as error:
-                if not untouched(error):
-                    raise
-                refusals.append(error)
-            else:
-                self._nodes.prefer(node)
-                return answer
-        raise next((error for error in refusals if isinstance(error, NodeBusyError)), refusals[0])
+        attempts = self._nodes.attempts()
+        for node in attempts:
+            with attempts.at(node):
+                return await self._send(node, request)
+        raise attempts.error
 
     async def node(self) -> NodeKey:
         """The node's verified key, fetched when there is none that still holds.
@@ -100,10 +93,8 @@ class AsyncClient:
         try:
             return await self._post(node, request)
         except EnvelopeRefusedError as error:
-            if error.code != "unknown_key":
+            if not node.outdated(error):
                 raise
-        # The node's key was replaced before anything was opened: seal once more, to the new one and under a new DEK.
-        node.forget()
         return await self._post(node, request)
 
     async def _key(self, node: Node) -> NodeKey:

@@ -1,10 +1,11 @@
 """The nodes that a client may ask: in which order, and when another one may be asked instead."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
-from tie.daemon.errors import ConfigError, TieError
-from tie.device.errors import NodeBusyError, UnreachableError
+from tie.daemon.errors import ConfigError
+from tie.device.errors import EnvelopeRefusedError, NodeBusyError, UnreachableError
 from tie.device.transport import Address
 from tie.device.trust import Trust
 from tie.envelope.statement import NodeKey
@@ -34,9 +35,16 @@ class Node:
         self._key = self._trust.verify(received)
         return self._key
 
-    def forget(self) -> None:
-        """The node has another key now."""
+    def outdated(self, refusal: EnvelopeRefusedError) -> bool:
+        """Whether the node has another key now than the one sealed to, which then is forgotten.
+
+        It was replaced before anything was opened: the request may be sealed once more, to the new one and under a new
+        DEK.
+        """
+        if refusal.code != "unknown_key":
+            return False
         self._key = None
+        return True
 
 
 class Nodes:
@@ -58,9 +66,9 @@ class Nodes:
         """The one to ask first."""
         return self._order[0]
 
-    def in_order(self) -> list[Node]:
+    def attempts(self) -> "Attempts":
         """Whom to ask, one after another."""
-        return list(self._order)
+        return Attempts(self, list(self._order))
 
     def prefer(self, node: Node) -> None:
         """It has taken a request: the next one begins with it, and what it keeps of a conversation is of use."""
@@ -68,9 +76,45 @@ class Nodes:
         self._order = order
 
 
-def untouched(error: TieError) -> bool:
+class Attempts:
+    """One request's way from node to node, until one has taken it.
+
+    for node in attempts:
+        with attempts.at(node):
+            return send(node)
+    raise attempts.error
+    """
+
+    def __init__(self, nodes: Nodes, order: list[Node]) -> None:
+        self._nodes = nodes
+        self._order = order
+        self._refusals: list[NodeBusyError | UnreachableError] = []
+
+    def __iter__(self) -> Iterator[Node]:
+        """The nodes in their order."""
+        return iter(self._order)
+
+    @contextmanager
+    def at(self, node: Node) -> Iterator[None]:
+        """One attempt: a refusal ends the block and no more, where another node may get the request."""
+        try:
+            yield
+        except (NodeBusyError, UnreachableError) as error:
+            if not untouched(error):
+                raise
+            self._refusals.append(error)
+        else:
+            self._nodes.prefer(node)
+
+    @property
+    def error(self) -> NodeBusyError | UnreachableError:
+        """Why none took it: that one is busy says more than that another is not there."""
+        return next((error for error in self._refusals if isinstance(error, NodeBusyError)), self._refusals[0])
+
+
+def untouched(error: NodeBusyError | UnreachableError) -> bool:
     """Whether nobody can have read anything of the request that failed so: only then may another node get it.
 
     "busy" is said before the envelope is opened. A connection that broke tells nothing once the request was on its way.
     """
-    return isinstance(error, NodeBusyError) or (isinstance(error, UnreachableError) and not error.sent)
+    return isinstance(error, NodeBusyError) or not error.sent

@@ -19,6 +19,7 @@ TAG_BYTES: Final = 16
 _NONCE: Final = struct.Struct(">4xQ")
 _ASSOCIATED: Final = struct.Struct(">5sBQB")
 _MAGIC: Final = b"tie/1"
+_MAX_HEADER_BYTES: Final = 4096
 
 
 class Direction(IntEnum):
@@ -36,6 +37,11 @@ class Direction(IntEnum):
     def max_ciphertext_bytes(self) -> int:
         """The longest ciphertext of one segment."""
         return self.max_segment_bytes + TAG_BYTES
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """The longest message with one segment in it, or with a header."""
+        return self.max_ciphertext_bytes + _MAX_HEADER_BYTES
 
 
 class _Stream:

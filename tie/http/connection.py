@@ -32,7 +32,18 @@ class Connection(asyncio.Protocol):
         held: whether the client does not take what was written: there is no sense in writing more.
     """
 
-    __slots__ = ("_beginning", "_ended", "_finished", "_host", "_speaker", "_transport", "held", "peer", "room")
+    __slots__ = (
+        "_beginning",
+        "_ended",
+        "_finished",
+        "_full",
+        "_host",
+        "_speaker",
+        "_transport",
+        "held",
+        "peer",
+        "room",
+    )
 
     def __init__(self, host: Registrar) -> None:
         self.peer = ""
@@ -40,6 +51,7 @@ class Connection(asyncio.Protocol):
         self.held = False
         self._ended = False  # the client's half
         self._finished = False  # our half
+        self._full = False  # whoever speaks has enough for now
         self._host = host
         self._beginning = b""
         self._speaker: Speaker | None = None
@@ -80,19 +92,19 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The client does not read: it has to, before it is listened to."""
         self.held = True
-        self.pause(True)
+        self._meter()
 
     def resume_writing(self) -> None:
         """It does."""
         self.held = False
-        self.pause(False)
+        self._meter()
         if self._speaker is not None:
             self._speaker.wake()
 
     def pause(self, paused: bool) -> None:  # noqa: FBT001 (a state, not a mode)
-        """Stops or takes up reading."""
-        if self._transport is not None and not self._transport.is_closing():
-            (self._transport.pause_reading if paused else self._transport.resume_reading)()
+        """Whoever speaks has enough for now, or can take more. A client that is held is not read from even so."""
+        self._full = paused
+        self._meter()
 
     def write(self, data: bytes) -> None:
         """Sends bytes."""
@@ -121,8 +133,8 @@ class Connection(asyncio.Protocol):
         except OSError:
             self._transport.abort()
             return
-        self.held = False
-        self.pause(False)
+        self.held = self._full = False
+        self._meter()
 
     def close(self) -> None:
         """Closes it once everything written has been taken, or after a while. Nothing is spoken any more."""
@@ -148,6 +160,11 @@ class Connection(asyncio.Protocol):
             self.abort()
         else:
             self._speaker.drain()
+
+    def _meter(self) -> None:
+        """Reads from the client exactly while neither side has reason not to."""
+        if self._transport is not None and not self._transport.is_closing():
+            (self._transport.pause_reading if self.held or self._full else self._transport.resume_reading)()
 
     def _finish(self) -> None:
         self.settle(Room.LINGER)

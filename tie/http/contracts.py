@@ -42,7 +42,7 @@ class Line(Protocol):
         """Sends bytes."""
 
     def pause(self, paused: bool) -> None:  # noqa: FBT001 (a state, not a mode)
-        """Stops or takes up reading."""
+        """Stops reading, or takes it up unless the client is held."""
 
     def settle(self, room: Room | None) -> None:
         """The connection waits from now on, or it does not."""

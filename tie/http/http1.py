@@ -84,8 +84,7 @@ class Http1:
     def took(self, size: int) -> None:
         """Some of the body has been used."""
         self._unread -= size
-        if self._unread <= UNREAD_BYTES and not self._line.held:
-            self._line.pause(False)
+        self._meter()
 
     def head(self, status: int, headers: Headers) -> None:
         """Sends the response's head."""
@@ -136,8 +135,11 @@ class Http1:
                     break
         if self._exchange is None:
             self._line.settle(Room.HEAD if self._h11.trailing_data[0] else Room.IDLE)
-        elif self._unread > UNREAD_BYTES or len(self._h11.trailing_data[0]) > UNREAD_BYTES:
-            self._line.pause(True)
+        self._meter()
+
+    def _meter(self) -> None:
+        """Takes no more in than is asked for soon: of a body, and of what a client sends after its request."""
+        self._line.pause(max(self._unread, len(self._h11.trailing_data[0])) > UNREAD_BYTES)
 
     def _begin(self, request: h11.Request) -> None:
         self._line.settle(None)
@@ -157,7 +159,6 @@ class Http1:
             self._line.linger()
             return
         self._h11.start_next_cycle()
-        self._line.pause(False)
         self._advance()
 
     def _malformed(self, status: int) -> None:

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from typing import Final
 
+from tie.daemon.config import CloudBoardConfig
+
 HEAD_BYTES: Final = 16 * 1024  # of one request's head
 WINDOW_BYTES: Final = 256 * 1024  # of one upload on its way (HTTP/2 flow control, RFC 9113 section 5.2)
 CONNECTION_WINDOW_BYTES: Final = 1024 * 1024  # of all uploads of a connection
 FRAME_BYTES: Final = 16 * 1024  # payload of one HTTP/2 frame
 WRITE_BUFFER_BYTES: Final = 64 * 1024  # written and not taken by the peer: beyond that writers wait
 UNREAD_BYTES: Final = 64 * 1024  # received over HTTP/1.1 and not asked for yet: beyond that reading stops
+_CONFIGURED: Final = CloudBoardConfig()
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,9 @@ class Limits:
         drain_s: for the requests under way when the server stops.
     """
 
-    connections: int = 12_000
-    connections_per_peer: int = 12_000
-    streams: int = 256
+    connections: int = _CONFIGURED.max_connections
+    connections_per_peer: int = _CONFIGURED.max_connections
+    streams: int = _CONFIGURED.max_in_flight
     all_streams: int = 16_384
     idle_s: float = 60.0
     head_s: float = 10.0

@@ -294,7 +294,7 @@ class Happening(_message.Message):
     code: _builtins.str
     """the reason, or what became of it"""
     before: _builtins.str
-    """and after: for a state its names; for runtimes the first letters of their instances"""
+    """and after: for a state its names; for runtimes their instances"""
     after: _builtins.str
     @_builtins.property
     def more(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -87,8 +87,8 @@ Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):
-    """Stop admitting; answered at once with the status (poll until running + waiting is 0). Requests still running after the
-    deadline are cancelled.
+    """Stop admitting; answered at once with the status (poll until running + waiting is 0). Requests that have not ended by
+    the deadline fail as CODE_REPLACED.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -111,7 +111,7 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 @_typing.final
 class WarmRequest(_message.Message):
     """Have one registered system prompt of the bundle, by its index there, in the prefix pool. Nothing is computed where the
-    pool holds it already.
+    pool holds it already, or the node does without one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -228,7 +228,7 @@ class Prefix(_message.Message):
     HITS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """"none" (nothing to keep), "cold", "filling", "sealed", "off" (the owner gives no room)"""
+    """"none" (nothing to keep), "cold", "filling", "sealed", "off" (no room for it)"""
     restored: _builtins.bool
     """sealed by an earlier runtime"""
     blocks: _builtins.int

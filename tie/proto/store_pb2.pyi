@@ -94,18 +94,25 @@ Global___StoreRequest: _TypeAlias = StoreRequest  # noqa: Y015
 
 @_typing.final
 class New(_message.Message):
+    """Answered with the memfd of an entry to come, writable."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SIZE_FIELD_NUMBER: _builtins.int
+    TRANSIENT_FIELD_NUMBER: _builtins.int
     size: _builtins.int
+    """exact"""
+    transient: _builtins.bool
+    """it ends with this connection at the latest, and no other entry makes room for it"""
     def __init__(
         self,
         *,
         size: _builtins.int = ...,
+        transient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["size", b"size", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -121,23 +128,19 @@ class Put(_message.Message):
 
     INDEX_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
-    TRANSIENT_FIELD_NUMBER: _builtins.int
     index: _builtins.bytes
     """32 bytes"""
     ttl_ms: _builtins.int
     """0: as long as the store allows"""
-    transient: _builtins.bool
-    """it ends with this connection at the latest"""
     def __init__(
         self,
         *,
         index: _builtins.bytes = ...,
         ttl_ms: _builtins.int = ...,
-        transient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "transient", b"transient", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,9 +15,11 @@ import numpy as np
 from tie.assets.tokenizer import Tokenizer
 from tie.runtime.grammar import Mask
 
-_MOST: Final = 96  # tokens before the end,
+_MOST: Final = 256  # tokens before the end,
 _SHARE: Final = 3  # of so many of an answer one, from where on it is brought to its end
 _ENDS: Final = '"]}'
+_LETTERS: Final = "akzQ"  # where all of these may come, it is within a string, and what looks like an end is none
+_HALFWAY: Final = ("@",)  # what a string of some format must have before it may end
 _LEADS: Final = (",", ":", '",', '":', "},", "],", "},{", '","', '":"')
 
 
@@ -37,14 +39,20 @@ class Closing:
     def __init__(self, tokenizer: Tokenizer, end_ids: Iterable[int]) -> None:
         ends = {"".join(some) for count in (1, 2, 3) for some in itertools.product(_ENDS, repeat=count)}
         empty = {start + end for start in ("[]", "{}", '""') for end in ("", *ends)}
-        self._levels = [{*end_ids, *_ids(tokenizer, ends | empty)}, _ids(tokenizer, _LEADS)]
-        self._masks: list[Mask] = []
+        quotes = [text for text in (*ends, *_LEADS) if text.startswith('"')]
+        self._letters = _ids(tokenizer, _LETTERS)
+        self._between = [{*end_ids, *_ids(tokenizer, ends | empty)}, _ids(tokenizer, _LEADS)]
+        self._within = [_ids(tokenizer, quotes), _ids(tokenizer, _HALFWAY)]
+        self._masks: dict[str, list[Mask]] = {}
 
     def narrowed(self, mask: Mask) -> Mask:
         """Of what a mask allows that which is nearest to the end."""
         if not self._masks:
-            self._masks = [_bits(ids, len(mask)) for ids in self._levels]
-        for level in self._masks:
+            for name, levels in (("letters", [self._letters]), ("between", self._between), ("within", self._within)):
+                self._masks[name] = [_bits(ids, len(mask)) for ids in levels]
+        (letters,) = self._masks["letters"]
+        within = bool(letters.any()) and bool((mask & letters == letters).all())
+        for level in self._masks["within" if within else "between"]:
             some: Mask = mask & level
             if some.any():
                 return some

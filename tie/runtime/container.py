@@ -170,7 +170,7 @@ def _end(child: "subprocess.Popen[bytes]", patience: float) -> int:
 
 
 def _drain(server_ended: int) -> None:
-    """Lets requests in flight finish; at once when there are none, or no engine."""
+    """Lets requests in flight finish, and their last events leave; at once when there is no engine."""
     from kvxfer.channel import Channel
     from kvxfer.errors import KvxferError
     from tie.proto import engine_pb2
@@ -180,17 +180,14 @@ def _drain(server_ended: int) -> None:
     deadline = time.monotonic() + _DRAIN_S + 1.0
     # A drain may be asked for again; each time it is answered with what is left.
     with contextlib.suppress(KvxferError), Channel.connect(_directory() / "engine.sock", timeout=1.0) as channel:
-        waited = False
         while time.monotonic() < deadline:
             channel.send(request.SerializeToString(), timeout=1.0)
             reply.ParseFromString(channel.receive(timeout=1.0)[0])
             if reply.status.running + reply.status.waiting == 0:
                 break
-            waited = True
             if select.select([server_ended], [], [], 0.05)[0]:
                 return
-        if waited:
-            time.sleep(_FLUSH_S)
+        time.sleep(_FLUSH_S)  # the last of them may have ended a moment ago
 
 
 def _directory() -> Path:

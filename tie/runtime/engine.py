@@ -36,11 +36,12 @@ from tie.runtime.request import Bounds, Request
 from tie.runtime.scheduler import Limits, Scheduler
 from tie.runtime.sequence import Sequence
 from tie.runtime.speculation import Speculation
-from tie.runtime.step_executor import StepExecutor
+from tie.runtime.step_executor import Executor
 
 _POLL_S = 0.02  # how often deadlines are looked at while there is nothing to compute but somebody waits
 _IDLE_S = 1.0
-# How long answers that stream are held up in one step by copying the blocks of somebody's cached conversation.
+# How long answers that stream are held up in one step by copying the blocks of a registered prompt or of somebody's
+# cached conversation.
 _RESTORE_S = 0.004
 
 
@@ -75,7 +76,7 @@ class Engine:
 
     def __init__(
         self,
-        executor: StepExecutor,
+        executor: Executor,
         pool: BlockPool,
         limits: Limits,
         bounds: Bounds,
@@ -239,16 +240,26 @@ class Engine:
         self._record(plan, self._clock() - began)
 
     def _restore(self, waiting: list[Sequence]) -> None:
-        """Copies what was received into the blocks of sequences; beside answers that stream, for a moment a step."""
+        """Copies what sequences begin with into their blocks; beside answers that stream, for a moment a step."""
         until = self._clock() + _RESTORE_S if self._scheduler.decoding() else math.inf
+
+        def may_go_on() -> bool:
+            return self._clock() < until
+
         for sequence in waiting:
+            there = self._prefix.load(sequence.prefix, may_go_on)
+            sequence.computed = max(sequence.computed, there * self._pool.block_tokens)
             job, _ = self._jobs.owner(sequence)
-            if job.restored and not job.restored.copy_into(self._executor, sequence, lambda: self._clock() < until):
+            if there < len(sequence.prefix):
+                return
+            if job.restored and not job.restored.copy_into(self._executor, sequence, may_go_on):
                 return
             sequence.restored = 0
             if job.restored:
                 job.restored.close()
                 job.restored = None
+            if not may_go_on():
+                return
 
     def _read_inbox(self) -> None:
         with self._wake:

@@ -1,58 +1,14 @@
 """Makes the executor that fits the weights: PyTorch's or the native one. Neither is imported before it is chosen."""
 
 import os
-from typing import Any, Protocol
 
 from tie.bones.arena import byte_views, tensor_views
-from tie.bones.batch import Batch
 from tie.bones.config import ModelConfig
-from tie.bones.layouts import NATIVE_PREFIX, layout_id
+from tie.bones.layouts import NATIVE_PREFIX
 from tie.daemon.config import RuntimeConfig
 from tie.daemon.errors import ConfigError
 from tie.runtime.owner_client import Weights
-
-
-class Executor(Protocol):
-    """What the runtime needs of an executor."""
-
-    @property
-    def layout_id(self) -> str:
-        """How it wants the weights; its name in the node's status."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV pool."""
-        ...
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens that a block holds."""
-        ...
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes that a block takes, over all layers."""
-        ...
-
-    def block_view(self, block: int) -> memoryview:
-        """The bytes of one block, in place and writable."""
-        ...
-
-    def forward(self, batch: Batch) -> Any:
-        """Float32 logits, an array or a tensor on the CPU, `[sum of the slices' logits, vocab]`."""
-        ...
-
-
-def layout_for(runtime: RuntimeConfig) -> str:
-    """The layout to ask the owner for."""
-    return layout_id(
-        runtime.executor,
-        device=runtime.device,
-        dtype=runtime.dtype,
-        weights=runtime.weights,
-        block_tokens=runtime.block_tokens,
-    )
+from tie.runtime.step_executor import Executor
 
 
 def make_executor(runtime: RuntimeConfig, model: ModelConfig, weights: Weights, layout: str) -> Executor:

@@ -127,8 +127,9 @@ class GrammarCompiler:
         if matcher.is_error():
             # llguidance's own message quotes the grammar.
             raise GrammarError("the grammar does not compile or is too complex")
-        brief, json_ = forces_briefly(text), json_schema(text) is not None
-        return Grammar(matcher, self._vocab_size, self._masks, may_force=brief, json=json_)
+        schema = json_schema(text)
+        brief = forces_briefly(text, schema)
+        return Grammar(matcher, self._vocab_size, self._masks, may_force=brief, json=schema is not None)
 
 
 def json_schema(text: str) -> Any:
@@ -140,18 +141,15 @@ def json_schema(text: str) -> Any:
         return None
 
 
-def forces_briefly(text: str) -> bool:
-    """Whether what the grammar forces is never long.
+def forces_briefly(text: str, schema: Any) -> bool:
+    """Whether what the grammar `text`, which consists of `schema`, forces is never long.
 
     Looking for it takes time in proportion, up to a second for a few bytes of a hostile grammar, and the GIL. In JSON
     with free white space it ends with a string or a number, so it is no longer than one in the text of the schema,
     unless a pattern repeats something.
     """
-    if len(text) > _MAX_FORCING_BYTES:
-        return False
-    schema = json_schema(text)
     free = {"whitespace_flexible": True, "whitespace_pattern": FREE_WHITE_SPACE}
-    if not isinstance(schema, dict) or schema.get("x-guidance") != free:
+    if len(text) > _MAX_FORCING_BYTES or not isinstance(schema, dict) or schema.get("x-guidance") != free:
         return False
     return not _PATTERNS & _keys(schema)
 

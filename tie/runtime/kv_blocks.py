@@ -10,27 +10,16 @@ from kvxfer.doorbell import left
 from kvxfer.errors import AbortReason
 from kvxfer.header import Header
 from kvxfer.transfer import Consumer, Producer
+from tie.runtime import sequence as sequences
 
 _AHEAD: Final = 16  # blocks whose pages are made present in one go
 
 
 class BlockMemory(Protocol):
-    """What the transfers need of an executor."""
+    """What those who copy blocks need of an executor."""
 
     def block_view(self, block: int) -> memoryview:
-        """The bytes of one block, in place."""
-
-
-class Target(Protocol):
-    """Where restored blocks go: a sequence.
-
-    Attributes:
-        computed: its leading tokens whose keys and values are there.
-        blocks: its blocks, in order.
-    """
-
-    computed: int
-    blocks: list[int]
+        """The bytes of one block, in place and writable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +61,7 @@ class Restored:
         self._on_close = on_close
         self._open = True
 
-    def copy_into(self, memory: BlockMemory, target: Target, may_go_on: Callable[[], bool]) -> bool:
+    def copy_into(self, memory: BlockMemory, target: sequences.Sequence, may_go_on: Callable[[], bool]) -> bool:
         """Copies the next of them, one at least, and more while `may_go_on`; whether all are there. The step thread's.
 
         What is there, a shared prefix included, is what counts as computed, so a target that has lost its blocks begins

@@ -17,15 +17,13 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from kvxfer import seals
-from kvxfer.channel import Channel
-from kvxfer.errors import KvxferError, PeerDiedError, SealError
 from tie.bones.arena import TensorEntry, byte_views
 from tie.bones.errors import BonesError
-from tie.daemon.errors import PeerTimeoutError, ProtocolError, RefusedError
+from tie.daemon.errors import PeerDiedError, PeerTimeoutError, ProtocolError
 from tie.proto import owner_pb2
+from tie.runtime.owner_channel import OwnerChannel, close_all, translated
 
 _RETRY_S: Final = 0.1
-_EXCHANGE_S: Final = 30.0  # one question and its answer, once the owner listens
 _MAX_TABLE_BYTES: Final = 64 * 1024 * 1024
 
 
@@ -63,47 +61,29 @@ def attach(path: Path, layout_id: str, *, timeout: float, progress: Callable[[in
 
     Raises:
         PeerTimeoutError: no owner, or not ready, within `timeout`.
-        RefusedError: the owner has no such layout; the message has its code.
+        OwnerRefusedError: the owner has no such layout.
         ProtocolError: what came is not what was promised.
     """
     deadline = time.monotonic() + timeout
     question = owner_pb2.OwnerRequest(attach=owner_pb2.Attach(rank=0, world_size=1, layout_id=layout_id))
-    while time.monotonic() < deadline:
+    while (left := deadline - time.monotonic()) > 0:
         try:
-            with Channel.connect(path, timeout=1.0) as channel:
-                channel.send(question.SerializeToString(), timeout=_EXCHANGE_S)
-                message, descriptors = channel.receive(timeout=_EXCHANGE_S)
+            with OwnerChannel(path, timeout=left) as channel:
+                reply, descriptors = channel.ask(question, "attached", "loading", timeout=left)
         except PeerDiedError:
             time.sleep(_RETRY_S)  # not up yet, or restarting
             continue
-        except KvxferError as error:
-            raise ProtocolError(f"model owner: {error}") from None
         try:
-            reply = _parse(message)
             if reply.HasField("loading"):
                 progress(reply.loading.bytes_done, reply.loading.bytes_total)
                 time.sleep(_RETRY_S)
                 continue
-            if reply.HasField("refused"):
-                raise RefusedError(f"the model owner refused: {reply.refused.reason[:80]}")
             if reply.attached.layout_id != layout_id:
                 raise ProtocolError("model owner: another layout than asked for")
             return _take(reply.attached, descriptors)
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)  # the mappings live on
+            close_all(descriptors)
     raise PeerTimeoutError("the model owner gave no weights within the deadline")
-
-
-def _parse(message: bytes) -> owner_pb2.OwnerReply:
-    reply = owner_pb2.OwnerReply()
-    try:
-        reply.ParseFromString(message)
-    except DecodeError:
-        raise ProtocolError("model owner: not a reply") from None
-    if reply.WhichOneof("kind") is None:
-        raise ProtocolError("model owner: an empty reply")
-    return reply
 
 
 def _take(attached: owner_pb2.Attached, descriptors: list[int]) -> Weights:
@@ -111,11 +91,9 @@ def _take(attached: owner_pb2.Attached, descriptors: list[int]) -> Weights:
         raise ProtocolError("model owner: expected one memfd for the arena and one for the table")
     if not 0 < attached.table_bytes <= _MAX_TABLE_BYTES or not attached.arena_bytes:
         raise ProtocolError("model owner: impossible sizes")
-    try:
+    with translated():
         seals.require(descriptors[0], seals.IMMUTABLE, attached.arena_bytes)
         seals.require(descriptors[1], seals.IMMUTABLE, attached.table_bytes)
-    except SealError as error:
-        raise ProtocolError(f"model owner: {error}") from None
     table = os.pread(descriptors[1], attached.table_bytes, 0)
     if not hmac.compare_digest(hashlib.sha256(table).digest(), attached.table_sha256):
         raise ProtocolError("model owner: the tensor table does not match its hash")

@@ -1,31 +1,19 @@
 """Blocks of registered system prompts in the paged KV: the hot, read-through copy of the prefix pool.
 
-The pool, in the model owner's memory, is the source of truth and holds every block of the trie. A block gets into the
-paged KV when a sequence first needs it, is shared by reference with all that need it later, and stays there, free,
-until the room is needed: the longest unused goes first, and of one prompt the last block first (`blocks`). Which blocks
-a prompt may share is decided by the trie alone, which no request can change.
+The pool, in the model owner's memory, is the source of truth and holds every block of the trie. A block gets a place in
+the paged KV when a sequence first needs it, is shared by reference with all that need it later, and stays there, free,
+until the room is needed: the longest unused goes first, and of one prompt the last block first (`blocks`). Its bytes
+are copied there when there is time for it, once for all that wait for them. Which blocks a prompt may share is decided
+by the trie alone, which no request can change.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tie.runtime.blocks import BlockPool
+from tie.runtime.kv_blocks import BlockMemory
+from tie.runtime.prefix_pool import PoolMemory
 from tie.runtime.prefix_trie import PrefixTrie
-
-
-class Source(Protocol):
-    """Where blocks are loaded from."""
-
-    def block(self, number: int) -> memoryview:
-        """The bytes of a node's block."""
-
-
-class BlockMemory(Protocol):
-    """What loading needs of an executor."""
-
-    def block_view(self, block: int) -> memoryview:
-        """The bytes of one block, in place and writable."""
 
 
 @dataclass(slots=True)
@@ -46,7 +34,9 @@ class Statistics:
 
 
 class PrefixCache:
-    """The hot blocks. The step thread's own, save for `open`. Before that nothing matches.
+    """The hot blocks. The step thread's own, save for `open`; any thread may read `hot` and `statistics`.
+
+    Before it is open nothing matches.
 
     Args:
         pool: of the paged KV's blocks.
@@ -59,15 +49,16 @@ class PrefixCache:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.statistics = Statistics()
-        self._opened: tuple[PrefixTrie, Source, BlockMemory] | None = None
-        self._hot: dict[int, int] = {}  # node → block
+        self._opened: tuple[PrefixTrie, PoolMemory, BlockMemory] | None = None
+        self._places: dict[int, int] = {}  # node → block
+        self._loaded: set[int] = set()  # nodes whose bytes are at their place
 
     @property
     def hot(self) -> int:
         """How many blocks of the pool are in the paged KV."""
-        return len(self._hot)
+        return len(self._loaded)
 
-    def open(self, trie: PrefixTrie, source: Source, memory: BlockMemory) -> None:
+    def open(self, trie: PrefixTrie, source: PoolMemory, memory: BlockMemory) -> None:
         """From here on prompts match `trie`, and blocks are loaded from `source` into `memory`. Once, on any thread."""
         self._opened = trie, source, memory
 
@@ -77,33 +68,54 @@ class PrefixCache:
 
     def in_use(self, nodes: Sequence[int]) -> int:
         """For how many of `nodes` `take` needs no free block: somebody holds them already."""
-        return sum(node in self._hot and self.pool.in_use(self._hot[node]) for node in nodes)
+        return sum(node in self._places and self.pool.in_use(self._places[node]) for node in nodes)
 
     def take(self, nodes: Sequence[int]) -> list[int]:
-        """A reference to each node's block, in order. Those that are not in the paged KV are loaded.
+        """A reference to each node's block, in order. None may be read before it is `loaded`.
 
         Raises:
             OutOfBlocksError: there is no room for them; the caller has looked at `in_use` first.
         """
         if not nodes or not self._opened:  # and nothing matches before it is
             return []
-        _, source, memory = self._opened
-        # First the hot ones: to load the others must not push them out.
-        self.pool.share(self._hot[node] for node in nodes if node in self._hot)
-        blocks = [self._hot[node] if node in self._hot else self._load(node, source, memory) for node in nodes]
+        # First those that are there: a place for another must not push them out.
+        self.pool.share(self._places[node] for node in nodes if node in self._places)
+        blocks = [self._places[node] if node in self._places else self._place(node) for node in nodes]
         self.statistics.hits += 1
         self.statistics.tokens += len(blocks) * self.pool.block_tokens
         return blocks
 
-    def _load(self, node: int, source: Source, memory: BlockMemory) -> int:
+    def loaded(self, nodes: Sequence[int]) -> int:
+        """How many of `nodes` can be read: the first that cannot ends the count."""
+        return next((count for count, node in enumerate(nodes) if node not in self._loaded), len(nodes))
+
+    def load(self, nodes: Sequence[int], may_go_on: Callable[[], bool]) -> int:
+        """Copies the next of `nodes`, which somebody has taken: one at least, and more while `may_go_on`.
+
+        Returns:
+            `loaded`, now.
+        """
+        if not nodes or not self._opened:
+            return 0
+        _, source, memory = self._opened
+        for node in nodes[self.loaded(nodes) :]:
+            if node not in self._loaded:
+                with source.block(node) as sealed, memory.block_view(self._places[node]) as target:
+                    target[:] = sealed
+                self._loaded.add(node)
+                self.statistics.loads += 1
+                if not may_go_on():
+                    break
+        return self.loaded(nodes)
+
+    def _place(self, node: int) -> int:
         (block,) = self.pool.allocate(1)
-        with source.block(node) as sealed, memory.block_view(block) as target:
-            target[:] = sealed
-        self._hot[node] = block
+        self._places[node] = block
         self.pool.remember(block, lambda: self._forget(node))
-        self.statistics.loads += 1
         return block
 
     def _forget(self, node: int) -> None:
-        del self._hot[node]
-        self.statistics.evictions += 1
+        del self._places[node]
+        if node in self._loaded:
+            self._loaded.remove(node)
+            self.statistics.evictions += 1

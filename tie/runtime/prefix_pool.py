@@ -5,37 +5,21 @@ What the owner sends is another process's: its replies, seals and sizes are chec
 """
 
 import mmap
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from google.protobuf.message import DecodeError
-
 from kvxfer import pages, seals
-from kvxfer.channel import Channel
-from kvxfer.errors import ChannelError, KvxferError, PeerDiedError, PeerTimeoutError
+from kvxfer.errors import ChannelError
 from kvxfer.header import HEADER_BYTES, Header
 from tie.daemon import errors
 from tie.proto import owner_pb2
+from tie.runtime.owner_channel import OwnerChannel, close_all, translated
 
 _CONNECT_S: Final = 5.0
 _EXCHANGE_S: Final = 60.0  # the owner may have to find a gigabyte
 MAX_METADATA_BYTES: Final = 64 * 1024 * 1024
-
-
-class PoolRefusedError(errors.RefusedError):
-    """The owner refused.
-
-    Attributes:
-        code: the owner's.
-    """
-
-    def __init__(self, code: str) -> None:
-        super().__init__(f"the model owner refused: {code}")
-        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +92,13 @@ class PoolClient:
 
     def __init__(self, path: Path, place: Place) -> None:
         self._place = place
-        with _translated():
-            self._channel = Channel.connect(path, timeout=_CONNECT_S)
+        self._channel = OwnerChannel(path, timeout=_CONNECT_S)
 
     def allocate(self, header: Header, metadata_capacity: int) -> tuple[int, int]:
         """Room for a pool and its metadata: two memfds, which belong to the caller.
 
         Raises:
-            PoolRefusedError: the owner has a pool, or no memory for one.
+            OwnerRefusedError: the owner has a pool, or no memory for one.
             PeerError: the owner is gone, silent or makes no sense.
         """
         request = owner_pb2.PoolAllocate(
@@ -126,7 +109,7 @@ class PoolClient:
         )
         _, descriptors = self._ask(owner_pb2.OwnerRequest(pool_allocate=request), "pool_allocated")
         try:
-            with _translated():
+            with translated():
                 if len(descriptors) != 2:
                     raise ChannelError("two descriptors are expected")  # noqa: TRY301 (they are closed below)
                 seals.require(descriptors[0], 0, header.buffer_bytes)
@@ -168,27 +151,7 @@ class PoolClient:
         self._channel.close()
 
     def _ask(self, request: owner_pb2.OwnerRequest, wanted: str) -> tuple[owner_pb2.OwnerReply, list[int]]:
-        with _translated():
-            self._channel.send(request.SerializeToString(), timeout=_EXCHANGE_S)
-            message, descriptors = self._channel.receive(timeout=_EXCHANGE_S)
-        try:
-            return _parse(message, wanted), descriptors
-        except BaseException:
-            close_all(descriptors)
-            raise
-
-
-def _parse(message: bytes, wanted: str) -> owner_pb2.OwnerReply:
-    reply = owner_pb2.OwnerReply()
-    try:
-        reply.ParseFromString(message)
-    except DecodeError:
-        raise errors.ProtocolError("model owner: not a reply") from None
-    if reply.HasField("refused"):
-        raise PoolRefusedError(reply.refused.reason[:80])
-    if reply.WhichOneof("kind") != wanted:
-        raise errors.ProtocolError("model owner: the answer to another question")
-    return reply
+        return self._channel.ask(request, wanted, timeout=_EXCHANGE_S)
 
 
 def format_of(header: Header) -> owner_pb2.PoolFormat:
@@ -201,22 +164,3 @@ def format_of(header: Header) -> owner_pb2.PoolFormat:
         block_bytes=header.block_bytes,
         block_count=header.block_count,
     )
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    """Closes descriptors; mappings live on."""
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    """Turns kvxfer's errors into the suite's."""
-    try:
-        yield
-    except PeerDiedError:
-        raise errors.PeerDiedError("the model owner is not there") from None
-    except PeerTimeoutError:
-        raise errors.PeerTimeoutError("the model owner does not answer") from None
-    except KvxferError as error:
-        raise errors.ProtocolError(f"model owner: {error}") from None

@@ -27,7 +27,8 @@ from kvxfer.header import Header
 from tie.daemon import log
 from tie.daemon.errors import PeerError, RefusedError, TieError
 from tie.proto import owner_pb2
-from tie.runtime.prefix_pool import MAX_METADATA_BYTES, Held, Place, PoolClient, PoolMemory, close_all, format_of
+from tie.runtime.owner_channel import close_all
+from tie.runtime.prefix_pool import MAX_METADATA_BYTES, Held, Place, PoolClient, PoolMemory, format_of
 
 _SHA256_BYTES: Final = 32
 

@@ -26,10 +26,13 @@ from tie.assets.manifest import Manifest
 from tie.daemon import log
 from tie.daemon.errors import TieError
 from tie.runtime.kv_blocks import BlockMemory, Format, Kept
-from tie.runtime.prefix_pool import Place, PoolClient, PoolMemory, PoolRefusedError, close_all
+from tie.runtime.owner_channel import OwnerRefusedError, close_all
+from tie.runtime.prefix_pool import Place, PoolClient, PoolMemory
 from tie.runtime.prefix_restore import Expected, metadata_of, restore
 from tie.runtime.prefix_trie import Identity, PrefixTrie
 
+_TURN_S: Final = 120.0  # for the prompt that is being warmed before one's own
+_CLOSE_S: Final = 5.0
 _NO_ROOM: Final = frozenset({"pool-too-large", "out-of-memory", "no-memfd"})
 
 
@@ -135,33 +138,48 @@ class Prefixes:
             compute: prefills token ids and gives their blocks.
 
         Raises:
-            WarmError: `compute` could not.
+            WarmError: `compute` could not, or others take too long before.
             PeerError: the owner is gone; what was filled so far is lost, and has to be warmed again.
         """
-        with self._turn:
-            if self._state not in {State.COLD, State.FILLING}:
-                return
-            try:
-                filling = self._filling or self._begin()
-                self._fill(filling, self._prompts[index], compute)
-                if len(filling.digests) == len(self.trie):
-                    self._seal(filling)
-            except PoolRefusedError as error:
-                self._give_up(State.OFF if error.code in _NO_ROOM else State.COLD)
-                log.event("prefix.refused", code=error.code)
-                if self._state is State.COLD:
-                    raise
-            except BaseException:
-                self._give_up(State.COLD)
-                raise
+        if not self._turn.acquire(timeout=_TURN_S):
+            raise WarmError("another prompt is still being warmed")
+        try:
+            self._warm(self._prompts[index], compute)
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
-        """Lets go of the pool. The engine must have ended."""
-        with self._turn:
+        """Lets go of the pool, or leaves that to the end of the process where a prompt is still being warmed.
+
+        The engine must have ended.
+        """
+        if not self._turn.acquire(timeout=_CLOSE_S):
+            log.event("prefix.still-warming")
+            return
+        try:
             self._give_up(State.OFF)
             if self._pool:
                 self._pool.close()
                 self._pool = None
+        finally:
+            self._turn.release()
+
+    def _warm(self, prompt: Sequence[int], compute: Callable[[Sequence[int]], Kept]) -> None:
+        if self._state not in {State.COLD, State.FILLING}:
+            return
+        try:
+            filling = self._filling or self._begin()
+            self._fill(filling, prompt, compute)
+            if len(filling.digests) == len(self.trie):
+                self._seal(filling)
+        except OwnerRefusedError as error:
+            self._give_up(State.OFF if error.code in _NO_ROOM else State.COLD)
+            log.event("prefix.refused", code=error.code)
+            if self._state is State.COLD:
+                raise
+        except BaseException:
+            self._give_up(State.COLD)
+            raise
 
     def _begin(self) -> _Filling:
         header = self._expected.header

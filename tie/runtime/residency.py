@@ -77,7 +77,10 @@ class Residency:
         if donor is None:
             prefix = self._prefix.take(sequence.prefix)
             sequence.blocks = [*prefix, *self.pool.allocate(self.pool.blocks_for(sequence.length) - len(prefix))]
-            sequence.computed = len(prefix) * self.pool.block_tokens
+            there = self._prefix.loaded(sequence.prefix)
+            sequence.computed = there * self.pool.block_tokens
+            if there < len(prefix):
+                sequence.restored = max(sequence.restored, len(prefix) * self.pool.block_tokens)
         else:
             whole, rest = divmod(tokens, self.pool.block_tokens)
             own = self.pool.allocate(self.pool.blocks_for(sequence.length) - whole)

@@ -1,8 +1,8 @@
 """Sends events to Triton from one thread, so that neither a slow server nor a slow client holds up a step.
 
 Each response costs the processor as much as some layers of a small model, here, in the server and at the client. So
-there are only so many a second: each stream has its share of `_RESPONSES_PER_S`, and the tokens of a choice that gather
-meanwhile go out together. A stream's first tokens and its end never wait.
+there are only so many a second: each stream that speaks has its share of `_RESPONSES_PER_S`, and the tokens of a choice
+that gather meanwhile go out together. A stream's first tokens and its end never wait.
 
 The last response of every stream carries the FINAL flag, whatever happened before: without it Triton keeps the request
 for ever. Whether a client has gone is a question to Triton, which the step thread should not pay for: it is asked here,
@@ -49,13 +49,18 @@ class Stream:
         self._last = False
         self._queued = False
 
+    @property
+    def ended(self) -> bool:
+        """Whether its last event has come."""
+        return self._last
+
     def put(self, event: runtime_pb2.GenerateEvent, *, last: bool) -> bool:
-        """Adds an event; true when the stream was empty, and so has to be queued."""
+        """Adds an event; true when the stream has to be queued: it was empty, or this is its end, which never waits."""
         with self._lock:
             self._events.append(event)
             self._last = self._last or last
             queued, self._queued = self._queued, True
-            return not queued
+            return last or not queued
 
     def take(self) -> tuple[list[runtime_pb2.GenerateEvent], bool]:
         """Everything that has gathered, tokens merged, and whether that is all there will be."""
@@ -116,11 +121,14 @@ class Responder:
             self._look_for_cancellation()
 
     def _collect(self) -> bool:
-        """Waits for something to do, and takes what has come; true when this is the end."""
+        """Waits for something to do, takes what has come and sends what has ended; true when this is the end."""
         with contextlib.suppress(queue.Empty):
             stream = self._ready.get(timeout=self._idle_s())
             while stream is not None:
-                self._shares.add(stream, time.monotonic(), len(self._streams))
+                if stream.ended:
+                    self._send(stream)  # the turn that it may wait for finds it closed
+                else:
+                    self._shares.add(stream, time.monotonic())
                 stream = self._ready.get_nowait()
             return True
         return False

@@ -38,7 +38,7 @@ from tie.runtime.blocks import BlockPool
 from tie.runtime.plan import Plan, PlannedSlice
 from tie.runtime.prefix_cache import PrefixCache
 from tie.runtime.queues import Queues
-from tie.runtime.residency import Residency
+from tie.runtime.residency import Residency, favour
 from tie.runtime.sequence import Phase, Priority, Sequence
 
 __all__ = ["Beside", "Limits", "Pace", "Plan", "PlannedSlice", "QueueFullError", "Scheduler"]
@@ -60,7 +60,7 @@ many interactive prompts."""
 
 
 Restore = Callable[[list[Sequence]], None]
-"""Goes on with copying the blocks of sequences that have `Sequence.restored`, the oldest first."""
+"""Goes on with copying the blocks of sequences that have `Sequence.restored`, the most favoured first."""
 
 
 class QueueFullError(Exception):
@@ -141,7 +141,7 @@ class Scheduler:
         """
         preempted, copies = self._admission.update()
         if restore and (waiting := [entry for entry in self._residency.running if entry.restored]):
-            restore(waiting)
+            restore(sorted(waiting, key=favour))
         slices = self._slices(pace)
         self._steps += 1
         for part in slices:

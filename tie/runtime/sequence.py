@@ -35,10 +35,11 @@ class Sequence:
         deadline: on the engine's monotonic clock, seconds; None for none.
         output: token ids generated so far.
         computed: how many of the leading tokens have keys and values in `blocks`.
-        restored: how many of the leading tokens are being copied into its blocks, or will be once it has some; whole
-            blocks, and never the whole prompt. What is copied counts as computed. 0 when that is done: should it lose
-            its blocks then, it is computed like any other.
-        prefix: nodes of the prefix trie that it begins with: their blocks are shared, and so count as computed.
+        restored: how many of the leading tokens are being copied into its blocks, or will be once it has some: of its
+            prefix, of a cached conversation, or of both; whole blocks, and never the whole prompt. What is copied
+            counts as computed. 0 when that is done: should it lose its blocks then, it is computed like any other.
+        prefix: nodes of the prefix trie that it begins with: their blocks are shared, and count as computed once they
+            are loaded.
         blocks: the block table, in order.
         residence: names its hold on these blocks; no two admissions have the same. Given by the scheduler.
         order: position in the order of arrival; given by the scheduler.

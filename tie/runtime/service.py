@@ -18,11 +18,12 @@ from tie.bones.config import ModelConfig
 from tie.daemon import log
 from tie.daemon.config import NodeConfig, RuntimeConfig
 from tie.daemon.errors import ConfigError, PeerError, RefusedError
+from tie.daemon.layout import layout_for
 from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.control_server import ControlServer
 from tie.runtime.engine import Engine
-from tie.runtime.executors import Executor, layout_for, make_executor
+from tie.runtime.executors import make_executor
 from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.jobs import Job, Sink
 from tie.runtime.kv_blocks import Format, Kept
@@ -35,6 +36,7 @@ from tie.runtime.prefix_pool import Place
 from tie.runtime.prefixes import Prefixes, WarmError
 from tie.runtime.request import Bounds, Request, RequestRefusedError, check
 from tie.runtime.scheduler import Limits
+from tie.runtime.step_executor import Executor
 
 _WARM_S: Final = 120.0
 
@@ -116,10 +118,10 @@ class RuntimeService:
         return self.engine.submit(request, sink, restoring=restoring, keep=keep)
 
     def close(self, *, drain_s: float) -> None:
-        """Drains for at most `drain_s` seconds and ends the engine; the sockets go last: they are the death notice."""
+        """Drains for at most `drain_s` seconds and ends the engine; kv.sock goes last: that is the death notice."""
         self.engine.drain(drain_s)
         idle = threading.Event()
-        # The drain's own deadline cancels what is left; one more second for that.
+        # At the drain's own deadline what is left fails; one more second for that.
         for _ in range(int((drain_s + 1) / 0.02)):
             status = self.engine.status()
             if status.running + status.waiting == 0:

@@ -21,18 +21,17 @@ class Shares(Generic[T]):
         self._order = itertools.count()
         self._next: dict[T, float] = {}  # of those who had a turn a moment ago: when they may have the next
 
-    def add(self, who: T, now: float, among: int) -> None:
-        """Somebody wants a turn, one of `among`. The first comes at once, those after it in intervals."""
-        interval = among / self._per_second
+    def add(self, who: T, now: float) -> None:
+        """Somebody wants a turn. The first comes at once, then one in an interval: the longer the more have them."""
         due = max(now, self._next.pop(who, now))
-        self._next[who] = due + interval
+        self._next[who] = due + (len(self._next) + 1) / self._per_second
         heapq.heappush(self._waiting, (due, next(self._order), who))
 
     def due(self, now: float) -> Iterator[T]:
         """Those whose turn has come, the one that waits longest first."""
         while self._waiting and self._waiting[0][0] <= now:
             yield heapq.heappop(self._waiting)[2]
-        # What is past holds nobody back. They were entered nearly in order: one is kept a little longer, at the worst.
+        # What is past holds nobody back. They were entered nearly in order: at worst, some are kept a little longer.
         while self._next and self._next[first := next(iter(self._next))] <= now:
             del self._next[first]
 

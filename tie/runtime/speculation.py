@@ -9,8 +9,7 @@ came true, and what a step costs by its rows. A row is worth adding while the to
 less than those of the rest of the step. So drafts stop by themselves where guesses fail or batches are large. Pure.
 """
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from tie.runtime import sequence as sequences
@@ -40,8 +39,8 @@ class Lookup:
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, int], deque[int]] = {}  # pair -> positions after its last occurrences
-        self._places: tuple[int, ...] = ()  # the last pair's, before this one
+        self._last: dict[tuple[int, int], int] = {}  # pair → the place after its last occurrence
+        self._before = [0]  # place → the one after the occurrence before of the pair that ends there; 0 for none
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -50,24 +49,33 @@ class Lookup:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Continues the text."""
-        known = self._tokens
+        known, last, before = self._tokens, self._last, self._before
         for token in tokens:
+            pair = (known[-1] if known else -1, token)  # -1 is no token
             known.append(token)
-            if len(known) > 1:
-                places = self._after.setdefault((known[-2], token), deque(maxlen=PLACES))
-                self._places = tuple(places)
-                places.append(len(known))
+            before.append(last.get(pair, 0))
+            last[pair] = len(known)
 
     def draft(self, most: int) -> tuple[int, ...]:
         """What followed there, at most `most` tokens; () where the text's end is new.
 
         Where that reaches the end of the text it goes on with itself: the text may be a loop.
         """
-        if not self._places:
+        places = list(self._places())
+        if not places:
             return ()
-        place = max(self._places, key=lambda place: (self._agreement(place), place))
+        place = max(places, key=lambda place: (self._agreement(place), place))
         period = len(self._tokens) - place
         return tuple(self._tokens[place + index % period] for index in range(most))
+
+    def _places(self) -> Iterator[int]:
+        """After the last occurrences of the text's last two tokens, this one aside."""
+        place = self._before[-1]
+        for _ in range(PLACES):
+            if not place:
+                return
+            yield place
+            place = self._before[place]
 
     def _agreement(self, place: int) -> int:
         """How many tokens before `place` are those at the end of the text."""

@@ -1,15 +1,37 @@
-"""What the engine needs of whatever executes the model: the seam at which another executor can stand."""
+"""What the runtime needs of whatever executes the model: the seam at which another executor can stand."""
 
 from typing import Any, Protocol
 
 from tie.bones.batch import Batch
+from tie.runtime.kv_blocks import BlockMemory
 
 
-class StepExecutor(Protocol):
-    """What the engine needs of an executor; `tie.bones.executor.Executor` is one."""
+class Executor(BlockMemory, Protocol):
+    """Executes batches; `tie.bones.executor.Executor` and `tie.bones.native.executor.NativeExecutor` do.
+
+    All that a step takes of it is `forward` and `block_view`.
+    """
+
+    @property
+    def layout_id(self) -> str:
+        """How it wants the weights; its name in the node's status."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV pool."""
+        ...
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens that a block holds."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that a block takes, over all layers."""
+        ...
 
     def forward(self, batch: Batch) -> Any:
         """Float32 logits, an array or a CPU tensor, `[sum of the slices' logits, vocab]`, in the batch's order."""
-
-    def block_view(self, block: int) -> memoryview:
-        """The bytes of one block, in place and writable."""
+        ...

@@ -47,27 +47,32 @@ class StoreClient:
         except KvxferError as error:
             raise StoreError(f"the cache store does not answer: {error}") from None
 
-    def new(self, size: int) -> int:
+    def new(self, size: int, *, transient: bool = False) -> int:
         """A writable memfd of `size` bytes for an entry to come; the caller seals its content and closes it.
+
+        Args:
+            size: exact bytes of the entry.
+            transient: whether it ends with this connection at the latest. No other entry makes room for such a one.
 
         Raises:
             StoreError: too large, no room, or the store is gone.
         """
-        outcome, descriptor = self._call(store_pb2.StoreRequest(new=store_pb2.New(size=size)), 0, size)
+        outcome, descriptor = self._call(
+            store_pb2.StoreRequest(new=store_pb2.New(size=size, transient=transient)), 0, size
+        )
         return _must(outcome, descriptor)
 
-    def put(self, index: bytes, *, ttl_s: float = 0, transient: bool = False) -> None:
+    def put(self, index: bytes, *, ttl_s: float = 0) -> None:
         """Files what `new` gave last. Its content must be sealed (`kvxfer.seals.CONTENT`).
 
         Args:
             index: under which it is found.
             ttl_s: how long it lives; 0: as long as the store allows.
-            transient: whether it ends with this connection at the latest.
 
         Raises:
             StoreError: it is not, or the store is gone.
         """
-        put = store_pb2.Put(index=index, ttl_ms=int(ttl_s * 1000), transient=transient)
+        put = store_pb2.Put(index=index, ttl_ms=int(ttl_s * 1000))
         outcome, _ = self._call(store_pb2.StoreRequest(put=put), None, None)
         if outcome != store_pb2.OUTCOME_DONE:
             raise _refused(outcome)

@@ -40,9 +40,9 @@ class Limits:
     turnover_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
-    """One sealed entry. Its descriptor is the store's own.
+    """One sealed entry, the same one for as long as it is filed. Its descriptor is the store's own.
 
     Attributes:
         size: exact bytes of the memfd.
@@ -104,8 +104,10 @@ class Entries:
         """Cost of those that are being written."""
         return self._reserved
 
-    def reserve(self, size: int) -> int:
+    def reserve(self, size: int, *, evicting: bool = True) -> int:
         """Makes room for an entry of `size` bytes; gives its cost, to be given back or filed.
+
+        Without `evicting` only free room is taken: no entry that is still good makes any.
 
         Raises:
             EntryTooLargeError: one may not be so large.
@@ -117,6 +119,8 @@ class Entries:
         self.expire()
         needed = self._used + self._reserved + cost - self._limits.capacity
         if needed > 0:
+            if not evicting:
+                raise StoreFullError
             self._evict(needed)
         self._reserved += cost
         return cost
@@ -159,7 +163,7 @@ class Entries:
         entry = self.get(index)
         if entry is None:
             return False
-        self._entries[index] = Entry(entry.descriptor, entry.size, entry.cost, self.expiry(ttl_s))
+        entry.expires = self.expiry(ttl_s)
         self._entries.move_to_end(index)
         return True
 

@@ -1,5 +1,6 @@
 """tie-cache-stored: keeps sealed conversations in memory until their devices come back for them, or time runs out."""
 
+import contextlib
 import resource
 import time
 from collections.abc import Iterator
@@ -74,18 +75,19 @@ async def store(config: NodeConfig, lifetime: service.Lifetime) -> None:
     )
     registry = prometheus_client.CollectorRegistry()
     registry.register(StoreCollector(entries, server))
-    async with (
-        server.serve(config.sockets.store),
-        rpc.serve(
-            config.sockets.store_control,
-            lambda _: None,
-            metrics=lambda: prometheus_client.generate_latest(registry).decode(),
-        ),
-    ):
-        lifetime.ready(config.sockets.store, config.sockets.store_control)
-        await lifetime.stopping.wait()
-    reaper.stop()
-    spares.close()
+    with contextlib.ExitStack() as ending:
+        ending.callback(spares.close)
+        ending.callback(reaper.stop)
+        async with (
+            server.serve(config.sockets.store),
+            rpc.serve(
+                config.sockets.store_control,
+                lambda _: None,
+                metrics=lambda: prometheus_client.generate_latest(registry).decode(),
+            ),
+        ):
+            lifetime.ready(config.sockets.store, config.sockets.store_control)
+            await lifetime.stopping.wait()
 
 
 def main() -> None:

@@ -54,6 +54,7 @@ class _Pending:
     descriptor: int
     size: int
     cost: int
+    transient: bool
 
 
 class _Client:
@@ -112,7 +113,7 @@ class _Client:
         if request is None or kind == "none":
             return "none", store_pb2.OUTCOME_INVALID, None
         if kind == "new":
-            return kind, *await self._new(request.new.size)
+            return kind, *await self._new(request.new)
         asked = getattr(request, kind)
         if len(asked.index) != INDEX_BYTES:
             return kind, store_pb2.OUTCOME_INVALID, None
@@ -127,12 +128,13 @@ class _Client:
             case _:
                 return kind, _found(self._entries.renew(asked.index, asked.ttl_ms / 1000)), None
 
-    async def _new(self, size: int) -> tuple["store_pb2.Outcome.ValueType", _Pending | None]:
+    async def _new(self, new: store_pb2.New) -> tuple["store_pb2.Outcome.ValueType", _Pending | None]:
         self._forget_pending()
+        size = new.size
         if self._count >= self._limits.written_entries or self._bytes + size > self._limits.written_bytes:
             return store_pb2.OUTCOME_FULL, None
         try:
-            cost = self._entries.reserve(size)
+            cost = self._entries.reserve(size, evicting=not new.transient)
         except EntryTooLargeError:
             return store_pb2.OUTCOME_TOO_LARGE, None
         except StoreFullError:
@@ -149,7 +151,7 @@ class _Client:
         except asyncio.CancelledError:
             self._entries.release(cost)
             raise
-        self._pending = _Pending(descriptor, size, cost)
+        self._pending = _Pending(descriptor, size, cost, new.transient)
         return store_pb2.OUTCOME_DONE, self._pending
 
     def _put(self, put: store_pb2.Put) -> "store_pb2.Outcome.ValueType":
@@ -163,7 +165,7 @@ class _Client:
         self._pending = None
         entry = Entry(pending.descriptor, pending.size, pending.cost, self._entries.expiry(put.ttl_ms / 1000))
         self._entries.file(put.index, entry)
-        if put.transient:
+        if pending.transient:
             self._transient[put.index] = entry
         self._refill()
         return store_pb2.OUTCOME_DONE

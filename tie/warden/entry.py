@@ -25,7 +25,7 @@ from cryptography.exceptions import InvalidTag
 
 from tie.warden.errors import EntryError
 from tie.warden.keys import COMMITMENT_BYTES, SALT_BYTES, ConversationKey
-from tie.warden.media import Source
+from tie.warden.media import InFile
 
 VERSION: Final = 1
 MAGIC: Final = b"warden\r\n"
@@ -175,7 +175,7 @@ class Opener:
         EntryError: whatever is wrong with it.
     """
 
-    def __init__(self, key: ConversationKey, kind: Kind, sealed: Source) -> None:
+    def __init__(self, key: ConversationKey, kind: Kind, sealed: InFile) -> None:
         if sealed.size < PAGE:
             raise EntryError
         copied = bytearray(HEADER_BYTES)

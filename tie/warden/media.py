@@ -1,4 +1,4 @@
-"""Where the bytes of an entry lie that is to be opened: in this process's memory, or in a file. Pieces are copied out.
+"""Where the bytes of an entry lie that is to be opened: in a memfd of the cache store's. Pieces are copied out.
 
 Copying is deliberate. What is decrypted is a copy that nobody else can reach, so that plaintext and tag are of the same
 bytes whoever else has the memory. It is also no slower: a page is read once, and to map it, fault it in and unmap it
@@ -6,50 +6,12 @@ costs more than to copy it through a buffer that stays in the processor's cache.
 """
 
 import os
-from typing import Protocol
 
 from tie.warden.errors import EntryError
 
 
-class Source(Protocol):
-    """Has one entry to be opened."""
-
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-
-    def read(self, offset: int, into: memoryview) -> None:
-        """Fills `into` with what is at `offset`.
-
-        Raises:
-            EntryError: there is not so much.
-        """
-
-
-class InMemory:
-    """An entry in this process's memory.
-
-    Args:
-        view: all of it.
-    """
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return len(self._view)
-
-    def read(self, offset: int, into: memoryview) -> None:
-        """As `Source.read`."""
-        if offset + len(into) > len(self._view):
-            raise EntryError
-        into[:] = self._view[offset : offset + len(into)]
-
-
 class InFile:
-    """An entry in a file: a memfd of the cache store's.
+    """One entry to be opened.
 
     Args:
         descriptor: of it; stays the caller's.
@@ -66,7 +28,11 @@ class InFile:
         return self._size
 
     def read(self, offset: int, into: memoryview) -> None:
-        """As `Source.read`. A file that has shrunk is an error, and no SIGBUS."""
+        """Fills `into` with what is at `offset`.
+
+        Raises:
+            EntryError: there is not so much: a file that has shrunk is an error, and no SIGBUS.
+        """
         while len(into):
             count = os.preadv(self._descriptor, [into], offset)
             if not count:

@@ -19,6 +19,7 @@ import pytest_asyncio
 
 from kvxfer import channel
 from kvxfer.errors import PeerDiedError
+from tie.app.session import Session
 from tie.assets.bundle import Bundle
 from tie.assets.sample import make_sample_bundle
 from tie.assets.tokenizer import Tokenizer, load_tokenizer
@@ -149,10 +150,16 @@ class FakeRuntime(service_pb2_grpc.GRPCInferenceServiceServicer):
         self._clients.clear()
 
 
+async def closed(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
 class Job:
     """The jobhelper's end, and the app's process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, connection: socket.socket) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | None, connection: socket.socket) -> None:
         self.process = process
         self.connection = connection
         self.reader: asyncio.StreamReader
@@ -250,6 +257,21 @@ class Node:
         self.jobs.append(job)
         await job.connect()
         return job
+
+    async def start_here(self) -> "tuple[Job, asyncio.Task[int]]":
+        """A session on a thread of this process, for a test that looks at its insides."""
+        ours, theirs = socket.socketpair()
+        job = Job(None, ours)
+        await job.connect()
+
+        async def session() -> int:
+            reader, writer = await asyncio.open_connection(sock=theirs)
+            try:
+                return await Session(self.config, reader, writer, asyncio.Event()).run()
+            finally:
+                await closed(writer)
+
+        return job, asyncio.create_task(asyncio.to_thread(asyncio.run, session()))
 
     async def close(self) -> None:
         for job in self.jobs:

@@ -262,6 +262,16 @@ class Node:
     async def until_state(self, state: "control_pb2.State.ValueType") -> control_pb2.NodeStatus:
         return await self.until(lambda status: status.state == state)
 
+    async def until_lasting(self, state: "control_pb2.State.ValueType", seconds: float) -> control_pb2.NodeStatus:
+        """The first status in which `state` has lasted for longer than this on the controller's own clock."""
+        return await self.until(lambda status: status.state == state and status.state_age_s > seconds)
+
+    async def until_looked(self) -> None:
+        """Returns when the controller has heard news, and has looked at all it knows, several times from now on."""
+        for verdict in (gpuhealth_pb2.VERDICT_DEGRADED, gpuhealth_pb2.VERDICT_HEALTHY) * 2:  # it serves with either
+            self.gpu.change(verdict=verdict)
+            await self.until(lambda status, verdict=verdict: status.gpu.verdict == verdict)
+
     async def until_available(self) -> control_pb2.NodeStatus:
         return await self.until_state(control_pb2.STATE_AVAILABLE)
 

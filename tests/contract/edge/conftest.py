@@ -22,6 +22,7 @@ from tie.daemon import config as node_config
 from tie.daemon import frames, rpc, service, socket_path
 from tie.daemon.config import AppConfig, CloudBoardConfig, NodeConfig
 from tie.daemon.padding import pad
+from tie.device import AsyncClient
 from tie.proto import app_pb2, cloudboard_pb2, cloudboard_pb2_grpc, metrics_pb2, metrics_pb2_grpc, request_pb2
 
 DEADLINE_S = 60.0
@@ -279,3 +280,10 @@ async def make_edge() -> AsyncIterator[Callable[..., Awaitable[Edge]]]:
 async def edge(make_edge: Callable[..., Awaitable[Edge]]) -> Edge:
     """An edge whose node is available, with one pair standing by."""
     return await make_edge()
+
+
+@pytest.fixture
+async def client(edge: Edge) -> AsyncIterator[AsyncClient]:
+    """A device of that edge."""
+    async with AsyncClient(edge.url, edge.statement_key) as client:
+        yield client

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from descriptors import open_descriptors
 from kvxfer import seals
 from kvxfer.buffer import ConsumerBuffer
 from kvxfer.channel import Channel
@@ -61,10 +62,6 @@ while True:
         consumer.finish(timeout=10)
     channel.send(b"got it", timeout=10)
 """
-
-
-def open_descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def shared_kib() -> int:

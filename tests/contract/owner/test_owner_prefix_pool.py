@@ -1,5 +1,6 @@
 """Prefix pools of a real attach server: their life, and that a sealed one cannot be changed by anybody."""
 
+import asyncio
 import contextlib
 import fcntl
 import hashlib
@@ -8,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from kvxfer import seals
 from kvxfer.channel import Channel
 from kvxfer.header import Header
+from model_owner import prefix_pool
 from model_owner.prefix_pool import PoolRefusedError, PrefixPools
 from tie.proto import owner_pb2 as pb
 
@@ -264,6 +267,78 @@ def test_impossible_pools_are_refused_and_leave_nothing(changes, code, connect):
     assert stages(client) == [pb.POOL_STAGE_EMPTY]
 
 
+@contextlib.contextmanager
+def held_up(monkeypatch, name):
+    """Holds up a function of the pools: an event that it has begun, one that lets it go on."""
+    real, begun, go_on = getattr(prefix_pool, name), threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix_pool, name, slow)
+        try:
+            yield begun, go_on
+        finally:
+            go_on.set()
+
+
+@contextlib.contextmanager
+def beside(ask):
+    """Runs a question on another thread; gives a list that has its answer when the block has ended."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(ask()))
+    thread.start()
+    yield answers
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def open_pools():
+    """Descriptors of pools and their metadata in this process, the owner's and the clients'."""
+    names = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            names.append(path.readlink().name)
+    return sum("tie-prefix" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("slow", "is_reset"), [("allocate", False), ("allocate", True), ("_sealed", False), ("_sealed", True)]
+)
+def test_others_are_answered_while_a_pool_is_made_or_sealed(slow, is_reset, connect, monkeypatch):
+    before = open_pools()
+    filler, other = connect(), connect()
+    if slow == "_sealed":
+        filler.allocate()
+        os.pwrite(filler.descriptors[1], METADATA, 0)
+        for descriptor in filler.descriptors:
+            os.close(descriptor)
+    with (
+        held_up(monkeypatch, slow) as (begun, go_on),
+        beside(filler.allocate if slow == "allocate" else filler.seal) as answers,
+    ):
+        assert begun.wait(WAIT_S)
+        assert stages(other) == [pb.POOL_STAGE_FILLING]
+        assert other.allocate().refused.reason == "pool-not-empty"
+        assert other.seal().refused.reason == "pool-not-yours"
+        if is_reset:
+            assert other.ask(pool_reset=pb.PoolReset()).HasField("pool_was_reset")
+        go_on.set()
+    (answer,) = answers
+    if is_reset:
+        assert answer.refused.reason == "pool-not-yours"
+        assert stages(other) == [pb.POOL_STAGE_EMPTY]
+        assert open_pools() == before
+        assert other.allocate().HasField("pool_allocated")
+    else:
+        assert answer.WhichOneof("kind") in {"pool_allocated", "pool_sealed"}
+    for descriptor in {*filler.descriptors, *other.descriptors}:
+        os.close(descriptor)
+
+
 def test_two_ranks_fill_and_restore_their_own(connect):
     first, second = connect(), connect()
     for rank, client in enumerate((first, second)):
@@ -311,8 +386,8 @@ def test_no_request_breaks_the_pools(data):
     with contextlib.suppress(Exception):
         request.ParseFromString(data)
     for ask in (
-        lambda: pools.allocate(request.pool_allocate, pools),
-        lambda: pools.seal(request.pool_seal, pools),
+        lambda: asyncio.run(pools.allocate(request.pool_allocate, pools)),
+        lambda: asyncio.run(pools.seal(request.pool_seal, pools)),
         lambda: pools.restore(request.pool_restore),
     ):
         with contextlib.suppress(PoolRefusedError):

@@ -4,6 +4,7 @@ import gc
 import hashlib
 import mmap
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvxfer.header import Header
 from tie.assets.manifest import Architecture, FileEntry, Manifest, SystemPrompt, TokenizerInfo
 from tie.daemon.errors import PeerDiedError, PeerError
 from tie.proto import owner_pb2 as pb
+from tie.runtime import prefixes
 from tie.runtime.kv_blocks import Format, Kept
 from tie.runtime.prefix_pool import Place, PoolClient, PoolMemory, format_of
 from tie.runtime.prefix_restore import Expected, PoolDamagedError, disagreement, metadata_of, restore
@@ -402,6 +404,33 @@ def test_a_prompt_that_cannot_be_computed_leaves_the_cache_cold(path):
         runtime.prefixes.warm(0, fails)
     assert runtime.prefixes.state is State.COLD
     assert runtime.warm().sound()
+
+
+def test_neither_another_prompt_nor_the_end_waits_for_ever_for_one_that_hangs(path, monkeypatch, capfd):
+    monkeypatch.setattr(prefixes, "_TURN_S", 0.05)
+    monkeypatch.setattr(prefixes, "_CLOSE_S", 0.05)
+    runtime = restarted(path)
+    inside, may_end = threading.Event(), threading.Event()
+
+    def hangs(prompt):
+        inside.set()
+        assert may_end.wait(30)
+        return runtime.compute(prompt)
+
+    with ThreadPoolExecutor(1) as beside:
+        hanging = beside.submit(runtime.prefixes.warm, 0, hangs)
+        try:
+            assert inside.wait(30)
+            with pytest.raises(WarmError):
+                runtime.prefixes.warm(1, runtime.compute)
+            runtime.prefixes.close()
+            assert "prefix.still-warming" in capfd.readouterr().err
+            assert not hanging.done()
+        finally:
+            may_end.set()
+        hanging.result(30)
+    runtime.prefixes.close()
+    assert runtime.prefixes.state is State.OFF
 
 
 def test_too_large_a_pool_is_done_without(path, pool_owner):

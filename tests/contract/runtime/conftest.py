@@ -196,3 +196,13 @@ def node(request: pytest.FixtureRequest) -> Iterator[RuntimeNode]:
 def runtime(node) -> Runtime:
     """A runtime that is ready, shared by a module's tests."""
     return node.launch()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Adds what the newest runtime said to the report of a test that failed."""
+    report = yield
+    node = getattr(item, "funcargs", {}).get("node")
+    if report.failed and isinstance(node, RuntimeNode) and node.runtimes:
+        report.sections.append(("the runtime's log", node.runtimes[-1].log.read_text(errors="replace")[-6000:]))
+    return report

@@ -5,10 +5,10 @@ import mmap
 import os
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
+from descriptors import open_descriptors
 from kvxfer import seals
 from kvxfer.channel import Channel, listen
 from kvxfer.errors import KvxferError
@@ -93,14 +93,16 @@ def test_nobody_there_is_a_timeout(tmp_path):
         attach(tmp_path / "none.sock", LAYOUT, timeout=0.3, progress=lambda *_: None)
 
 
+def test_an_owner_that_does_not_answer_is_a_timeout(tmp_path):
+    path = tmp_path / "o.sock"
+    with listen(path), pytest.raises(PeerTimeoutError):
+        attach(path, LAYOUT, timeout=0.3, progress=lambda *_: None)
+
+
 def test_a_refusal_has_its_reason(tmp_path):
     refused = owner_pb2.OwnerReply(refused=owner_pb2.Refused(reason="unknown-layout"))
     with owner(tmp_path, (refused, [])) as path, pytest.raises(RefusedError, match="unknown-layout"):
         take(path)
-
-
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 GOOD = table()

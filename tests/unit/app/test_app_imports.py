@@ -41,10 +41,14 @@ def under(modules: set[str], names: set[str]) -> set[str]:
 
 
 def test_a_whole_session_imports_nothing_beyond_its_budget():
-    modules = imported("import tie.app.main, tie.app.session")
+    modules = imported("import tie.app.main, tie.app.session, tie.app.reuse")
     assert under(modules, FORBIDDEN) == set()
     outside = {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names) - OWN
     assert {name for name in outside if not name.startswith("_")} <= ALLOWED.keys()
+
+
+def test_nothing_before_ready_brings_the_cryptography_library():
+    assert under(imported("import tie.app.main, tie.app.session"), {"cryptography"}) == set()
 
 
 def test_refusing_a_bad_start_costs_none_of_the_libraries_of_a_session():

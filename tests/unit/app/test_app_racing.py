@@ -17,8 +17,10 @@ async def fails(text: str) -> None:
     raise ValueError(text)
 
 
-async def waits(log: list[str], name: str) -> None:
+async def waits(log: list[str], name: str, begun: asyncio.Barrier | None = None) -> None:
     try:
+        if begun is not None:
+            await begun.wait()
         await asyncio.sleep(3600)
     finally:
         log.append(name)
@@ -43,8 +45,9 @@ async def test_work_that_ends_at_the_same_moment_counts():
 
 async def test_cancelling_the_whole_cancels_its_parts():
     log: list[str] = []
-    task = asyncio.create_task(unless(waits(log, "work"), waits(log, "watcher")))
-    await asyncio.sleep(0.01)
+    begun = asyncio.Barrier(3)
+    task = asyncio.create_task(unless(waits(log, "work", begun), waits(log, "watcher", begun)))
+    await asyncio.wait_for(begun.wait(), 10)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -25,7 +25,7 @@ class Line:
     async def open(self, config: AppConfig) -> "Line":
         ours, theirs = socket.socketpair()
         self.reader, self.other = await asyncio.open_unix_connection(sock=theirs)
-        _, self.writer = await asyncio.open_unix_connection(sock=ours)
+        self.back, self.writer = await asyncio.open_unix_connection(sock=ours)
         self.sender = Sender(self.writer, config)
         return self
 
@@ -117,13 +117,15 @@ def test_no_delta_comes_of_nothing():
     assert list(deltas(0, "", [], 600)) == []
 
 
-async def test_deltas_are_gathered_until_the_tick():
+async def test_deltas_are_gathered_until_the_tick(monkeypatch: pytest.MonkeyPatch):
+    loop = asyncio.get_running_loop()
+    now = loop.time
     line = await Line().open(AppConfig(tick_s=3600.0))
-    line.sender._start -= 3599.8  # the next tick of the clock is a fifth of a second away
     running = asyncio.create_task(line.sender.run())
     for letter in "gathered":
         line.sender.put(0, letter)
         await asyncio.sleep(0)
+    monkeypatch.setattr(loop, "time", lambda: now() + 3600.0)
     payload = await read_bytes(line.reader, limit=1 << 20, timeout=10)
     running.cancel()
     assert payload is not None
@@ -158,7 +160,7 @@ async def test_what_cannot_be_padded_is_not_sent():
 async def test_a_jobhelper_that_is_gone_is_noticed():
     line = await Line().open(AppConfig())
     line.other.transport.abort()
-    await asyncio.sleep(0.01)
+    assert await asyncio.wait_for(line.back.read(), 5) == b""  # by now the kernel has said so
     with pytest.raises(PeerDiedError):
         await line.sender.ready()
     await line.close()

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -158,3 +159,26 @@ def test_a_checkout_that_is_not_ours_is_said_to_be(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "Permission denied: '/another/.venv/bin/python'" in said
     assert "clone of your own" in said
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help")])
+def test_ctrl_c_at_any_moment_of_the_start_is_quiet(arguments):
+    """Whenever it comes: no traceback, and the exit code of an interrupted program."""
+    if not bootstrap.is_set_up(bootstrap.fingerprint()):
+        pytest.skip("needs a checkout that ./run has set up")
+    environment = {**os.environ, "TIE_PYTHON": sys.executable}
+    codes = []
+    for step in range(24):
+        command = ["/bin/sh", str(RUN), "tie", *arguments]
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        time.sleep(step * 0.03)  # any moment will do: what must hold, must hold at each
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        assert "Traceback" not in said
+        assert "KeyboardInterrupt" not in said
+        codes.append(process.returncode)
+    # 0: it was done before. The shell itself dies of the signal, and who started it calls that 130.
+    assert set(codes) <= {130, -signal.SIGINT, 0}
+    assert 130 in codes

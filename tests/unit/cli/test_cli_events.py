@@ -23,11 +23,11 @@ def happening(kind: str, code: str, before: str = "", after: str = "", more: tup
 def test_a_night_in_plain_words():
     night = [
         happening("state", "runtime-in-error", "available", "error", ("runtime-in-error", "canary-timeout")),
-        happening("recycle", "error", before="0123abcd", more=("runtime-in-error",)),
+        happening("recycle", "error", before="0123abcd" * 4, more=("runtime-in-error",)),
         happening("state", "error", "error", "draining"),
         happening("peer", "gone", after="probe"),
-        happening("runtime", "seen", "0123abcd", "4567cdef"),
-        happening("recycled", "ok", "0123abcd", "4567cdef"),
+        happening("runtime", "seen", "0123abcd" * 4, "4567cdef" * 4),
+        happening("recycled", "ok", "0123abcd" * 4, "4567cdef" * 4),
         happening("state", "ready", "recycling", "available"),
         happening("gpu", "xid-79", more=("xid-79", "recovering")),
         happening("given-up", "recycles-in-vain", more=("gpu-unavailable", "xid-79")),

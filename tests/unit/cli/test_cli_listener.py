@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import socket
 import stat
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tie.cli.listener import Listener
+from tie.cli import listener as listener_module
+from tie.cli.listener import Listener, keep_open
 from tie.daemon.socket_path import SocketInUseError
 
 DEADLINE = 20.0
@@ -104,3 +106,33 @@ async def test_a_socket_whose_file_is_gone_is_opened_anew() -> None:
         assert int(await reader.readline())
         writer.close()
         assert not listener.heal()
+
+
+async def test_a_socket_that_cannot_be_opened_anew_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "_HEAL_S", 0.01)
+    said: asyncio.Queue[str] = asyncio.Queue()
+    async with asyncio.timeout(DEADLINE), listening() as (listener, path):
+        keeping = asyncio.create_task(keep_open([listener], lambda _, text: said.put_nowait(text)))
+        shutil.rmtree(path.parent)
+        path.parent.touch()  # in the way of the folder
+        assert "cannot be opened anew" in await said.get()
+        await asyncio.sleep(0.05)  # further tries
+        assert said.empty()  # the same trouble is said once
+        path.parent.unlink()
+        assert "opened anew" in await said.get()
+        reader, writer = await asyncio.open_unix_connection(path)
+        assert int(await reader.readline())
+        writer.close()
+        keeping.cancel()
+
+
+async def test_a_socket_that_cannot_be_opened_anew_holds_nothing_and_stops() -> None:
+    async with asyncio.timeout(DEADLINE), listening() as (listener, path):
+        shutil.rmtree(path.parent)
+        path.parent.touch()
+        open_before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(3):
+            with pytest.raises(OSError, match=r"exists|Not a directory"):
+                listener.heal()
+        assert len(list(Path("/proc/self/fd").iterdir())) == open_before - 2  # the socket and its lock
+        await listener.stop(0.2)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tie.cli import settings
+from tie.cli import prepare, settings
 from tie.daemon import config as node_config
 from tie.daemon.errors import ConfigError
 
@@ -87,7 +87,29 @@ def test_a_run_directory_is_taken_from_where_it_was_chosen(tmp_path):
     chosen, silent = tmp_path / "chosen.toml", tmp_path / "silent.toml"
     chosen.write_text('run_dir = "/elsewhere"\n')
     silent.write_text('node_id = "a"\n')
-    assert settings.names_run_dir(chosen, ())
-    assert not settings.names_run_dir(silent, ())
-    assert not settings.names_run_dir(None, ("node_id=a",))
-    assert settings.names_run_dir(None, ("run_dir=/elsewhere",))
+
+    def run_dir(base: Path | None, *overrides: str, named: str | None = None) -> str:
+        return settings.effective(base, overrides, run_dir_unless_named=Path("/mine"), run_dir=named).run_dir
+
+    assert (
+        run_dir(chosen) == run_dir(None, "run_dir=/elsewhere") == run_dir(silent, "run_dir=/elsewhere") == "/elsewhere"
+    )
+    assert run_dir(silent) == run_dir(None, "node_id=a") == "/mine"
+    assert run_dir(chosen, named="/here") == run_dir(None, "run_dir=/elsewhere", named="/here") == "/here"
+    assert settings.effective(silent, ()).run_dir == node_config.NodeConfig().run_dir
+
+
+def test_a_folder_that_two_make_at_once_keeps_the_lock_of_the_one_that_has_it(tmp_path, monkeypatch):
+    directory = tmp_path / "run"
+    with prepare.prepared(directory):
+        monkeypatch.setattr(prepare, "_missing", lambda _: [directory])  # as it was just before
+        with pytest.raises(ConfigError, match="already runs"), prepare.prepared(directory):
+            pass
+        assert (directory / settings.UP_LOCK).exists()
+        assert settings.running_up(directory)
+
+
+def test_a_refused_node_leaves_no_folder(tmp_path):
+    with pytest.raises(ConfigError, match="refused"), prepare.prepared(tmp_path / "deep" / "run"):
+        raise ConfigError("refused")
+    assert list(tmp_path.iterdir()) == []

@@ -234,3 +234,28 @@ async def test_a_handler_that_fails_ends_its_connection_only(web) -> None:
     assert await web.say(GET) == b""
     web.handler = path
     assert b"200" in await web.say(LAST)
+
+
+async def test_a_client_that_does_not_read_is_not_read_from_after_its_answer_either(web) -> None:
+    size = 32 << 20
+
+    async def pour(exchange: Exchange) -> None:
+        await exchange.start("text/plain", headers=[(b"content-length", b"%d" % size)])
+        await exchange.write(bytes(size))
+        await exchange.finish()
+
+    web.handler = pour
+    reader, writer = await web.open()
+    reader._transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(GET)
+    await web.until(lambda: web.ended == ["done"])
+    await asyncio.sleep(0)
+    (connection,) = web.server._connections
+    assert connection.held
+    assert not connection._transport.is_reading()
+    reader._transport.resume_reading()  # type: ignore[attr-defined]
+    await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+    await asyncio.wait_for(reader.readexactly(size), 30)
+    web.handler = path
+    writer.write(LAST)
+    assert b" 200 " in await asyncio.wait_for(reader.read(), 30)

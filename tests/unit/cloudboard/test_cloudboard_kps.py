@@ -7,8 +7,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tie.cloudboard.kps import OVERLAP_S, KeyProtection, RateLimit
-from tie.daemon.config import KpsConfig
+from tie.cloudboard.kps import ON_ITS_WAY_S, KeyProtection, RateLimit
+from tie.daemon.config import CloudBoardConfig, KpsConfig, NodeConfig
 from tie.envelope import sealing, statement
 from tie.envelope.secret import Secret
 from tie.proto import kps_pb2
@@ -16,6 +16,7 @@ from tie.proto import kps_pb2
 SIGNER = Ed25519PrivateKey.generate()
 BINDING = sealing.PrivateKey.generate()
 DEK = bytes(range(32))
+UPLOAD_S = 50.0
 
 
 class Clock:
@@ -27,8 +28,11 @@ class Clock:
 
 
 def service(clock: Callable[[], float] | None = None, **kwargs: int) -> KeyProtection:
-    config = KpsConfig(key_lifetime_s=100.0, max_opens_per_s=kwargs.pop("rate", 1000))
-    return KeyProtection("node-0", config, SIGNER, BINDING.public, clock=clock or Clock(), **kwargs)
+    config = NodeConfig(
+        kps=KpsConfig(key_lifetime_s=100.0, max_opens_per_s=kwargs.pop("rate", 1000)),
+        cloudboard=CloudBoardConfig(upload_deadline_s=UPLOAD_S),
+    )
+    return KeyProtection(config, SIGNER, BINDING.public, clock=clock or Clock(), **kwargs)
 
 
 def sealed(protection: KeyProtection, **changes: object) -> kps_pb2.OpenDekRequest:
@@ -94,14 +98,16 @@ def test_the_statement_is_signed_and_its_key_changes_with_its_lifetime() -> None
 def test_the_key_before_still_opens_what_is_on_its_way() -> None:
     clock = Clock()
     protection = service(clock)
-    opened, late, too_late = (sealed(protection) for _ in range(3))
+    opened, late, slow, too_late = (sealed(protection) for _ in range(4))
     assert protection.open_dek(opened).outcome == kps_pb2.OUTCOME_OK
     clock.now += 100
     assert protection.open_dek(late).outcome == kps_pb2.OUTCOME_OK
     assert protection.open_dek(sealed(protection)).outcome == kps_pb2.OUTCOME_OK
     for request in (opened, late):
         assert protection.open_dek(request).outcome == kps_pb2.OUTCOME_REPLAYED
-    clock.now += OVERLAP_S
+    clock.now += UPLOAD_S
+    assert protection.open_dek(slow).outcome == kps_pb2.OUTCOME_OK
+    clock.now += ON_ITS_WAY_S
     assert protection.open_dek(too_late).outcome == kps_pb2.OUTCOME_UNKNOWN_KEY
     assert protection.open_dek(opened).outcome == kps_pb2.OUTCOME_UNKNOWN_KEY
 

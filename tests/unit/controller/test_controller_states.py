@@ -213,9 +213,11 @@ class Clock:
         self.triggers = Triggers(self.timer, ErrorBackoff(10.0), Patience(grace_s=5.0, runtime_s=60.0))
 
     def wanted(self, now: float, facts: Facts, *, state: State = State.ERROR, age: float = 0.0, memory: Memory = WARM):
+        self.triggers.notice(facts)
         reason = self.triggers.wanted(state, age, facts, memory, now)
+        assert self.triggers.wanted(state, age, facts, memory, now) == reason  # asking changes nothing
         if reason is not None:
-            self.triggers.began(now, reason)
+            self.triggers.began(now, reason, facts)
         return reason
 
 
@@ -258,6 +260,18 @@ def test_unfit_hardware_is_worth_one_recycle_after_the_grace() -> None:
     assert clock.wanted(500.0, UNFIT, age=400.0) is None
     clock.wanted(501.0, GOOD)
     assert clock.wanted(502.0, UNFIT, age=6.0) == triggers.ERROR
+
+
+def test_advice_is_taken_once_by_whichever_recycle_begins() -> None:
+    advised = replace(GOOD, gpu=replace(GPU, advises_recycle=True))
+    clock = Clock()
+    assert clock.triggers.wanted(State.AVAILABLE, 0.0, advised, WARM, 1.0) == triggers.ERROR  # and nothing came of it
+    assert clock.wanted(2.0, advised, state=State.AVAILABLE) == triggers.ERROR
+    assert clock.wanted(100.0, advised, state=State.AVAILABLE) is None
+    clock.wanted(101.0, GOOD, state=State.AVAILABLE)
+    assert clock.wanted(1000.0, advised, state=State.AVAILABLE) == triggers.TIMER
+    clock.timer.start(1000.0)
+    assert clock.wanted(1001.0, advised, state=State.AVAILABLE) is None
 
 
 @pytest.mark.parametrize("lost", ["gpu", "owner"])

@@ -8,7 +8,7 @@ import sys
 import grpc
 import pytest
 
-from tie.daemon import rpc
+from tie.daemon import rpc, triton
 from tie.daemon.errors import PeerDiedError, PeerTimeoutError, ProtocolError
 from tie.daemon.triton import TritonClient, service_pb2, service_pb2_grpc
 from tie.proto import runtime_pb2
@@ -76,25 +76,35 @@ async def test_events_come_until_the_final_response(tmp_path):
     assert request.raw_input_contents[0] == element(runtime_pb2.GenerateRequest(token_ids=[7]).SerializeToString())
 
 
-@pytest.mark.parametrize("reads", [1, 2])
-async def test_a_stream_whose_end_has_come_is_left_to_end_by_itself(tmp_path, reads):
+@pytest.mark.parametrize("reads_on", [False, True])
+async def test_a_stream_whose_end_has_come_is_left_to_end_by_itself(tmp_path, monkeypatch, reads_on):
     """Real Triton keeps the connection for ever when a cancellation meets the end, also of who reads no further."""
-    ending, ended = asyncio.Event(), asyncio.Event()
+    monkeypatch.setattr(triton, "_END_S", 30.0)
+    may_end, ended = asyncio.Event(), asyncio.Event()
 
     class Slow(Scripted):
         async def ModelStreamInfer(self, requests, context):  # noqa: N802 (generated name)
             async for message in super().ModelStreamInfer(requests, context):
                 yield message
-            ending.set()
-            await asyncio.sleep(0.1)  # the client has the last response by now; cancelled, this raises
+            await may_end.wait()  # cancelled, this raises
             ended.set()
 
     async with serving(tmp_path, Slow([reply(EVENT.SerializeToString(), final=True)])) as client:
         request = runtime_pb2.GenerateRequest(token_ids=[7])
-        async with contextlib.aclosing(client.generate(request, timeout=10)) as events:
-            for _ in range(reads):
-                await anext(events, None)
-        assert ending.is_set()
+        events = client.generate(request, timeout=10)
+        assert await anext(events) == EVENT
+
+        async def leave():
+            if reads_on:
+                assert await anext(events, None) is None
+            await events.aclose()
+
+        leaving = asyncio.create_task(leave())
+        for _ in range(2):  # on the same connection: a cancellation would have come before them
+            assert await client.ready(timeout=5)
+        assert not leaving.done()
+        may_end.set()
+        await asyncio.wait_for(leaving, 10)
         assert ended.is_set()
 
 

@@ -7,6 +7,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tie.daemon.errors import ConfigError, PeerError
 from tie.device import Client
+from tie.device.errors import EnvelopeRefusedError
 from tie.device.nodes import Nodes
 from tie.device.trust import Trust
 from tie.envelope import statement
@@ -27,7 +28,9 @@ def test_a_statement_is_kept_while_it_holds() -> None:
     node = Nodes("http://127.0.0.1:1", 1.0, Trust(PINNED, trust_on_first_use=False)).first
     assert node.key is None
     assert node.accept(signed()) == node.key
-    node.forget()
+    assert not node.outdated(EnvelopeRefusedError("", code="replayed"))
+    assert node.key is not None
+    assert node.outdated(EnvelopeRefusedError("", code="unknown_key"))
     assert node.key is None
     node.accept(signed(lifetime=20))  # good, and so nearly over that the next request asks again
     assert node.key is None

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from gpuhealthd import policy_file
 from gpuhealthd.rules import FAULTS, RECOVERY, RULES, UNKNOWN_RECOVERY
 from gpuhealthd.xid import XIDS
 
@@ -16,6 +17,11 @@ def test_every_condition_is_listed_with_its_verdict() -> None:
     expected |= {code: verdict for code, verdict, _ in (*RECOVERY.values(), UNKNOWN_RECOVERY)}
     expected.pop("recovery-none")
     assert rows == {code: verdict.name.lower() for code, verdict in expected.items()}
+
+
+def test_what_cannot_be_moved_is_marked() -> None:
+    marked = re.findall(r"(?m)^\| `([a-z0-9-]+)` \* \|", TEXT)
+    assert set(marked) == FAULTS.keys() - policy_file.movable()
 
 
 def test_every_xid_is_listed() -> None:

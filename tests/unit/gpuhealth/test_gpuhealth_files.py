@@ -117,6 +117,7 @@ def test_a_policy(tmp_path: Path) -> None:
     [
         ('[verdicts]\necc-of = "unavailable"', "no movable condition 'ecc-of'"),
         ('[verdicts]\nprobe-hung = "healthy"', "no movable condition 'probe-hung'"),
+        ('[verdicts]\ndriver-mismatch = "healthy"', "no movable condition 'driver-mismatch'"),
         ('[verdicts]\necc-off = "fine"', "healthy, degraded or unavailable"),
         ("[verdicts]\necc-off = 1", "healthy, degraded or unavailable"),
         ('[verdict]\necc-off = "healthy"', r"only a table \[verdicts\]"),

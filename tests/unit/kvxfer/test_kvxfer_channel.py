@@ -10,13 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from descriptors import open_descriptors
 from kvxfer import channel as channels
 from kvxfer.channel import Channel
 from kvxfer.errors import ChannelError, PeerDiedError, PeerTimeoutError
-
-
-def open_descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def pair() -> tuple[Channel, Channel]:

@@ -173,6 +173,52 @@ def test_other_weights_are_packed_in_place_of_the_old(sample, link, tmp_path, cl
     assert old.descriptors() == (-1,), "both were in memory"
 
 
+def test_a_bundle_that_comes_later_is_seen(sample, link, tmp_path, closing):
+    weights = Weights(str(link(tmp_path / "none")), "torch-cpu-bf16")
+    closing(weights)
+    assert _settled(weights, "torch-cpu-bf16") == Failure("no-bundle")
+    assert not weights.follow()
+    assert weights.get("torch-cpu-bf16") == Failure("no-bundle"), "who attaches is told, and not to wait"
+    link(sample.directory)
+    assert weights.follow()
+    assert isinstance(_settled(weights, "torch-cpu-bf16"), PackedWeights)
+    assert not weights.follow()
+    status = weights.status()
+    assert (status.state, status.release, status.generation) == (owner_pb2.STATE_READY, sample.manifest.release, 1)
+
+
+def test_what_failed_is_tried_again_with_the_next_bundle(sample, link, tmp_path, closing, monkeypatch):
+    pack, memory = module.pack, []
+
+    def short_of_memory(bundle, layout_id, **options):
+        if not memory:
+            raise ArenaError("no memory", code="out-of-memory")
+        return pack(bundle, layout_id, **options)
+
+    monkeypatch.setattr(module, "pack", short_of_memory)
+    weights = Weights(str(link(sample.directory)), "torch-cpu-bf16")
+    closing(weights)
+    assert _settled(weights, "torch-cpu-bf16") == _settled(weights, "torch-cpu-f32") == Failure("out-of-memory")
+    memory.append("enough")
+    assert not weights.follow(), "the same bundle"
+    link(make_sample_bundle(tmp_path / "prompts", layers=2, system_prompts={"new": "You are new."}).directory)
+    assert weights.follow()
+    for layout in ("torch-cpu-bf16", "torch-cpu-f32"):
+        assert isinstance(_settled(weights, layout), PackedWeights)
+
+
+def test_the_state_can_be_asked_for_at_any_moment_of_a_change(sample, link, tmp_path, closing, monkeypatch):
+    weights = Weights(str(link(sample.directory)), "torch-cpu-bf16")
+    closing(weights)
+    _settled(weights, "torch-cpu-bf16")
+    states = []
+    monkeypatch.setattr(module.log, "event", lambda *_, **__: states.append(weights.status().state))
+    link(make_sample_bundle(tmp_path / "other", layers=2, seed=9).directory)
+    assert weights.follow()
+    assert isinstance(_settled(weights, "torch-cpu-bf16"), PackedWeights)
+    assert owner_pb2.STATE_FAILED not in states
+
+
 def test_a_bundle_that_cannot_be_opened_changes_nothing(sample, link, tmp_path, closing):
     weights = Weights(str(link(sample.directory)), "torch-cpu-bf16")
     closing(weights)

@@ -27,6 +27,7 @@ RAMBLING = {
     "endless list": {"type": "array", "items": {"type": "string"}},
     "endless tree": {"$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}, "$ref": "#/$defs/tree"},
     "endless object": {"type": "object", "additionalProperties": {"type": "string"}},
+    "endless addresses": {"type": "array", "items": {"type": "string", "format": "email"}, "minItems": 1},
     "some of it wanted": {
         "type": "object",
         "properties": {"a": {"type": "string"}, "b": {"type": "array", "items": {"type": "string"}}},
@@ -72,7 +73,7 @@ def bundle(tmp_path_factory):
 def tokens(bundle):
     """Ids of characters."""
     tokenizer = load_tokenizer(bundle)
-    return {character: tokenizer.token_id(character) for character in '"]},ab'}
+    return {character: tokenizer.token_id(character) for character in '"]},@abkzQ'}
 
 
 @pytest.fixture
@@ -132,3 +133,7 @@ def test_ends_come_before_leads_and_leads_before_all_else(bundle, tokens):
     assert (closing.narrowed(mask(letter, comma, END)) == mask(END)).all()
     assert (closing.narrowed(mask(letter, comma)) == mask(comma)).all()
     assert (closing.narrowed(mask(letter)) == mask(letter)).all()
+    within = [tokens[letter] for letter in "akzQ"]
+    for nearest in ('"', "@"):
+        assert (closing.narrowed(mask(*within, brace, comma, tokens[nearest])) == mask(tokens[nearest])).all()
+    assert (closing.narrowed(mask(*within, brace)) == mask(*within, brace)).all(), "within a string it ends nothing"

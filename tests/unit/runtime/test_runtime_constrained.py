@@ -106,9 +106,8 @@ def bundle(tmp_path_factory):
 def real(bundle):
     compiler = GrammarCompiler(bundle.read(TOKENIZER_FILE).decode(), VOCABULARY, (END,))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            grammar_compiler, "forces_briefly", lambda _: True
-        )  # these are short, whatever they are written in
+        # These are short, whatever they are written in.
+        patch.setattr(grammar_compiler, "forces_briefly", lambda *_: True)
         yield compiler
     compiler.close()
 

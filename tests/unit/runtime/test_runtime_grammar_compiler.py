@@ -210,7 +210,16 @@ FREE = schemas.OPTIONS
     ],
 )
 def test_only_what_forces_little_is_looked_through_for_it(text, brief):
-    assert grammar_compiler.forces_briefly(text) is brief
+    assert grammar_compiler.forces_briefly(text, grammar_compiler.json_schema(text)) is brief
+
+
+def test_a_grammar_is_parsed_once(compiler, monkeypatch):
+    parsed = []
+    loads = json.loads
+    monkeypatch.setattr(grammar_compiler.json, "loads", lambda text: (parsed.append(text), loads(text))[1])
+    text = schema({"const": "hello", "x-guidance": FREE})
+    assert compiler.compile(text).result(WAIT_S).json
+    assert parsed == [text]
 
 
 def test_what_is_forced_in_json_is_found(compiler, tokenizer_json):

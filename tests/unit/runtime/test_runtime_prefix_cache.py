@@ -36,6 +36,13 @@ class Kv:
         return int.from_bytes(self.blocks[block], "little")
 
 
+def readable(made, nodes):
+    """The nodes' blocks, taken and loaded."""
+    blocks = made.take(nodes)
+    assert made.load(nodes, lambda: True) == made.loaded(nodes) == len(nodes)
+    return blocks
+
+
 def cache(total, prompts=(LONG, OTHER)):
     kv = Kv(total)
     made = PrefixCache(BlockPool(total, TOKENS))
@@ -51,15 +58,15 @@ def test_a_block_is_loaded_once_and_shared_from_then_on():
     made, kv = cache(10)
     nodes = made.match((*LONG, 1))
     assert made.in_use(nodes) == 0
-    first = made.take(nodes)
+    first = readable(made, nodes)
     assert made.in_use(nodes) == 5
-    assert made.take(nodes) == first
+    assert readable(made, nodes) == first
     assert kv.loads == list(nodes)
     assert [kv.node_in(block) for block in first] == list(nodes)
     assert made.pool.free == 5
     assert not any(made.pool.writable(block) for block in first)
     # The other prompt begins with two of them.
-    other = made.take(made.match((*OTHER, 1)))
+    other = readable(made, made.match((*OTHER, 1)))
     assert other[:2] == first[:2]
     assert (made.statistics.hits, made.statistics.tokens, made.statistics.loads) == (3, 56, 7)
 
@@ -67,17 +74,17 @@ def test_a_block_is_loaded_once_and_shared_from_then_on():
 def test_unused_blocks_stay_until_the_room_is_needed_the_last_one_first():
     made, kv = cache(8)
     nodes = made.match((*LONG, 1))
-    made.pool.release(made.take(nodes))
+    made.pool.release(readable(made, nodes))
     assert (made.hot, made.pool.free, made.in_use(nodes)) == (5, 8, 0)
     kept = made.pool.allocate(4)  # three were free, and one hot one has to go: the prompt's last
     assert (made.hot, made.statistics.evictions) == (4, 1)
     kv.loads.clear()
-    blocks = made.take(nodes[:4])
+    blocks = readable(made, nodes[:4])
     assert (kv.loads, made.pool.free) == ([], 0)
     with pytest.raises(OutOfBlocksError):
         made.take(nodes)
     made.pool.release(kept[:1])
-    assert made.take(nodes)[:4] == blocks
+    assert readable(made, nodes)[:4] == blocks
     assert kv.loads == [nodes[4]]
 
 
@@ -94,11 +101,37 @@ def test_loading_pushes_out_no_block_of_the_same_prompt():
 def test_the_longest_unused_prompt_goes_first():
     made, _ = cache(10, prompts=(LONG, tuple(range(5))))
     one, two = made.match((*LONG, 1)), made.match((*range(5), 9))
-    made.pool.release(made.take(two))
-    made.pool.release(made.take(one))
+    made.pool.release(readable(made, two))
+    made.pool.release(readable(made, one))
     made.pool.allocate(5)
     assert made.hot == 5
-    made.pool.share([made._hot[node] for node in one])  # all of the one that was used last are still there
+    made.pool.share([made._places[node] for node in one])  # all of the one that was used last are still there
+
+
+def test_a_block_is_loaded_when_there_is_time_once_for_all_that_wait_for_it():
+    made, kv = cache(10)
+    nodes = made.match((*LONG, 1))
+    first, second = made.take(nodes), made.take(nodes)
+    assert (first, kv.loads, made.hot, made.loaded(nodes)) == (second, [], 0, 0)
+    assert made.load(nodes, lambda: False) == 1
+    assert made.load(nodes, lambda: len(kv.loads) < 3) == 3
+    assert (kv.loads, made.hot, made.loaded(made.match((*OTHER, 1)))) == (list(nodes[:3]), 3, 2)
+    assert made.load(nodes, lambda: True) == made.load(nodes, lambda: True) == 5
+    assert kv.loads == list(nodes)
+    assert [kv.node_in(block) for block in first] == list(nodes)
+
+
+def test_a_place_that_was_given_up_empty_is_not_taken_for_a_loaded_one():
+    made, kv = cache(5)
+    nodes = made.match((*LONG, 1))
+    made.pool.release(made.take(nodes))
+    blocks = made.take(nodes)
+    assert (made.loaded(nodes), made.load(nodes, lambda: False)) == (0, 1)
+    made.pool.release(blocks)
+    made.pool.release(made.pool.allocate(5))  # for somebody else, who may have written
+    assert (made.hot, made.statistics.evictions) == (0, 1)
+    assert [kv.node_in(block) for block in readable(made, nodes)] == list(nodes)
+    assert made.statistics.loads == 6
 
 
 @settings(max_examples=60)
@@ -109,6 +142,15 @@ def test_whatever_happens_no_block_is_lost_or_mixed_up(seed):
     made, kv = cache(dice.randint(9, 24))
     scheduler = Scheduler(LIMITS, made.pool, made)
     alive = []
+
+    def load(waiting):
+        for sequence in waiting:
+            there = made.load(sequence.prefix, lambda: dice.random() < 0.6)
+            sequence.computed = max(sequence.computed, there * TOKENS)
+            if there < len(sequence.prefix):
+                return
+            sequence.restored = 0
+
     for _ in range(60):
         if dice.random() < 0.5 and scheduler.room:
             prefix = dice.choice((LONG, OTHER, OTHER[:10], ()))
@@ -122,12 +164,13 @@ def test_whatever_happens_no_block_is_lost_or_mixed_up(seed):
             if made.pool.blocks_for(entry.max_length) <= made.pool.total:
                 scheduler.submit(entry)
                 alive.append(entry)
-        plan = scheduler.plan()
+        plan = scheduler.plan(restore=load)
         for entry in alive:
             if entry.phase is Phase.RUNNING:
                 shared = entry.blocks[: len(entry.prefix)]
-                assert [kv.node_in(block) for block in shared] == list(entry.prefix)
-                assert entry.computed >= len(shared) * TOKENS
+                there = made.loaded(entry.prefix)
+                assert [kv.node_in(block) for block in shared[:there]] == list(entry.prefix[:there])
+                assert entry.restored or entry.computed >= len(shared) * TOKENS
         for part in plan.slices:
             entry = part.sequence
             assert part.start >= len(entry.prefix) * TOKENS, "a shared block would be written"

@@ -1,6 +1,7 @@
 """What is guessed, and when: lookup against naive search, the measured cost of steps, and the decision between them."""
 
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -44,6 +45,18 @@ def test_a_lookup_grows_as_the_text_does(first, second):
     grown.extend(second)
     assert len(grown) == len(first) + len(second)
     assert grown.draft(LONGEST) == Lookup([*first, *second]).draft(LONGEST)
+
+
+def test_the_index_of_a_long_prompt_is_small():
+    """It is made of numbers alone: a long prompt's is made between two steps, and kept as long as it is answered."""
+    text = list(range(8000))
+    tracemalloc.start()
+    try:
+        lookup = Lookup(text)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 256 * len(lookup)
 
 
 def known(**seconds: float) -> StepCost:

@@ -2,18 +2,14 @@
 
 import contextlib
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from descriptors import open_descriptors
 from tie.store.entries import PAGE, Entries, Entry, EntryTooLargeError, Limits, StoreFullError
-
-
-def open_descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 class Clock:
@@ -69,6 +65,28 @@ def test_an_entry_replaces_its_namesake(entries):
     assert len(entries) == 1
     assert entries.get(index(1)).size == 200
     assert entries.counters.replaced == 1
+
+
+def test_what_evicts_nobody_takes_what_is_free(entries, clock):
+    for number in range(15):
+        put(entries, number, ttl_s=10 if number == 3 else 0)
+    entries.release(entries.reserve(PAGE, evicting=False))
+    put(entries, 15)
+    with pytest.raises(StoreFullError):
+        entries.reserve(PAGE, evicting=False)
+    assert len(entries) == 16
+    clock.now += 10  # what is over makes room for everybody
+    entries.release(entries.reserve(PAGE, evicting=False))
+    assert len(entries) == 15
+    assert entries.counters.evicted == 0
+
+
+def test_a_renewed_entry_is_still_the_one_that_was_filed(entries):
+    put(entries, 1)
+    entry = entries.get(index(1))
+    assert entries.renew(index(1), 10)
+    entries.end(index(1), entry)
+    assert entries.get(index(1)) is None
 
 
 def test_an_entry_ends_with_its_time_and_not_later_than_the_store_allows(entries, clock):

@@ -5,6 +5,7 @@ import hmac
 import mmap
 import os
 import secrets
+import weakref
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -16,7 +17,7 @@ from tie.warden import entry
 from tie.warden.entry import HEADER_BYTES, Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
 from tie.warden.keys import ConversationKey, Root
-from tie.warden.media import InFile, InMemory
+from tie.warden.media import InFile
 
 SECRET = bytes(range(32))
 SALT = bytes(range(100, 132))
@@ -31,6 +32,16 @@ GOLDEN_HEADER = (
 )
 
 
+class Memfd(InFile):
+    """Bytes where the store has them."""
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        self.descriptor = os.memfd_create("entry")
+        weakref.finalize(self, os.close, self.descriptor)
+        os.pwrite(self.descriptor, data, 0)
+        super().__init__(self.descriptor, len(data))
+
+
 def seal(key: ConversationKey, blocks=BLOCKS, manifest=MANIFEST, kind=Kind.SEGMENT) -> bytearray:
     shape = Shape.of(manifest, len(blocks), len(blocks[0]) if blocks else 0)
     out = bytearray(shape.entry_bytes)
@@ -43,7 +54,7 @@ def seal(key: ConversationKey, blocks=BLOCKS, manifest=MANIFEST, kind=Kind.SEGME
 
 
 def open_all(key: ConversationKey, sealed: bytes, kind=Kind.SEGMENT) -> tuple[bytes, list[bytes]]:
-    opener = Opener(key, kind, InMemory(memoryview(sealed)))
+    opener = Opener(key, kind, Memfd(sealed))
     blocks = []
     for index in range(opener.shape.block_count):
         into = bytearray(opener.shape.block_bytes)
@@ -241,8 +252,9 @@ def test_a_key_that_would_decrypt_is_refused_by_the_commitment(key):
 
 def test_what_is_not_authentic_is_left_nowhere(key):
     sealed = seal(key)
-    opener = Opener(key, Kind.SEGMENT, InMemory(memoryview(sealed)))
-    sealed[piece(1).stop - 1] ^= 1
+    medium = Memfd(sealed)
+    opener = Opener(key, Kind.SEGMENT, medium)
+    os.pwrite(medium.descriptor, bytes([sealed[piece(1).stop - 1] ^ 1]), piece(1).stop - 1)
     into = bytearray(b"x" * BLOCK)
     with pytest.raises(EntryError):
         opener.open(1, memoryview(into))
@@ -279,7 +291,7 @@ def test_misuse_is_an_error_of_the_caller(key):
     sealer.seal(memoryview(BLOCKS[0]))
     with pytest.raises(ValueError, match="too many"):
         sealer.seal(memoryview(BLOCKS[0]))
-    opener = Opener(key, Kind.SEGMENT, InMemory(memoryview(seal(key))))
+    opener = Opener(key, Kind.SEGMENT, Memfd(seal(key)))
     for block, size in ((-1, BLOCK), (3, BLOCK), (0, BLOCK - 1)):
         with pytest.raises(ValueError, match="no such block"):
             opener.open(block, memoryview(bytearray(size)))

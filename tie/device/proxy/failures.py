@@ -153,7 +153,7 @@ def from_error(error: TieError, *, accepted: bool) -> ApiError:
         error: of `tie.device`. The message quotes the node's detail, which the user alone may see.
         accepted: whether a node had taken the request: then it may have been read, whatever the error says.
     """
-    retry = untouched(error) and not accepted
+    retry = not accepted and isinstance(error, NodeBusyError | UnreachableError) and untouched(error)
     match error:
         case ApiError():
             return error

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
+from urllib.parse import unquote
 
 import msgspec
 
@@ -122,7 +123,7 @@ class Handler:
             case "POST", "/v1/completions":
                 await self._completion(exchange)
             case "GET", str(path) if path == _MODELS or path.startswith(_MODELS + "/"):
-                await self._models(exchange, path.removeprefix(_MODELS).removeprefix("/"))
+                await self._models(exchange, unquote(path.removeprefix(_MODELS).removeprefix("/")))
             case _, "/v1/chat/completions" | "/v1/completions" | "/v1/models":
                 raise failures.fault("bad_method")
             case _:

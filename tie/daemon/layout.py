@@ -1,0 +1,15 @@
+"""How this node's weights are packed: what its runtime asks for, and its model owner makes at the start."""
+
+from tie.bones.layouts import layout_id
+from tie.daemon.config import RuntimeConfig
+
+
+def layout_for(runtime: RuntimeConfig) -> str:
+    """The layout of the weights."""
+    return layout_id(
+        runtime.executor,
+        device=runtime.device,
+        dtype=runtime.dtype,
+        weights=runtime.weights,
+        block_tokens=runtime.block_tokens,
+    )
