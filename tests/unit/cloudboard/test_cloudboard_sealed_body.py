@@ -188,9 +188,12 @@ def test_more_segments_than_a_request_of_that_size_has() -> None:
 
 GREEDY = """
 import asyncio, sys
+from tie.cloudboard import sealed_body
 from tie.cloudboard.uploads import Uploads
 from tie.daemon.config import NodeConfig
 from tie.envelope.frames import frame
+from tie.http.reply import RefusedRequestError
+from tie.proto import envelope_pb2
 
 class Body:
     def header(self, name):
