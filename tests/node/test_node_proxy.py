@@ -1,17 +1,13 @@
 """`tie proxy` before a real node, asked by the official client of OpenAI's API as its users have it."""
 
-import dataclasses
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
 import openai
 import pytest
-
-from tie.assets.build import create_bundle, read_source
 
 pytestmark = pytest.mark.node
 ANSWER_S = 60.0
@@ -30,28 +26,13 @@ CALLED = {"id": "call_1", "type": "function", "function": {"name": "weather", "a
 
 
 @pytest.fixture(scope="module")
-def bundle(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with a chat template that has a place for tools."""
-    template = Path(__file__).with_name("hermes.jinja").read_text()
-    source = dataclasses.replace(read_source(bundle), chat_template=template)
-    return create_bundle(source, tmp_path_factory.mktemp("bundle") / "tools", model=MODEL).directory
+def bundle(tools_bundle: Path) -> Path:
+    return tools_bundle
 
 
 @pytest.fixture(scope="module")
-def url(running_node):
-    """Of a proxy, started as its users start it."""
-    command = [sys.executable, "-P", "-m", "tie.cli.main", "proxy", "--port", "0", "--run-dir", running_node.run_dir]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        said = process.stdout.readline()
-        yield next(word for word in said.split() if word.startswith("http://"))
-        process.terminate()
-        assert process.wait(ANSWER_S) == 0
-        assert process.stderr.read() == ""
-
-
-@pytest.fixture(scope="module")
-def api(url):
-    with openai.OpenAI(base_url=url, api_key="none", timeout=ANSWER_S) as client:
+def api(proxy_url):
+    with openai.OpenAI(base_url=proxy_url, api_key="none", timeout=ANSWER_S) as client:
         yield client
 
 
@@ -271,11 +252,11 @@ def test_refusals_name_the_field(api, asked, kind, param):
     assert (type(raised.value), raised.value.param) == (kind, param)
 
 
-def test_curl_reads_events(url):
+def test_curl_reads_events(proxy_url):
     if shutil.which("curl") is None:
         pytest.skip("needs curl")
     body = {"model": MODEL, "messages": [COLOURS], "max_tokens": 6, "stream": True}
-    command = ["curl", "-sSN", f"{url}/chat/completions", "-H", "content-type: application/json"]
+    command = ["curl", "-sSN", f"{proxy_url}/chat/completions", "-H", "content-type: application/json"]
     command += ["-d", json.dumps(body)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True)
     events = [line for line in done.stdout.splitlines() if line]

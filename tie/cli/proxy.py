@@ -12,7 +12,7 @@ from tie.daemon.errors import ConfigError
 from tie.daemon.hardening import protect_process
 from tie.device.async_client import AsyncClient
 from tie.device.proxy.access import LOOPBACK, Access
-from tie.device.proxy.handler import Options
+from tie.device.proxy.handler import Settings
 from tie.device.proxy.service import serve
 from tie.device.turns import Turns
 from tie.http.listening import listen
@@ -53,27 +53,27 @@ def proxy(
         raise ConfigError(
             f"{host} is not this machine's own address: whoever reaches it could ask", hint="add --api-key-file"
         )
-    options = Options(
+    chosen = Settings(
         models=models or (target.model,),
         access=access,
         gather_s=gather_ms / 1000,
         turns=Turns() if turn_keys else None,
     )
     client = AsyncClient(urls or target.url, target.statement_key)
-    protect_process()
     with listen(host, port, hint="choose another one: tie proxy --port 9444") as listening:
+        protect_process()  # what is asked and answered is in its memory
         name = f"[{host}]" if ":" in host else host
-        click.echo(f"OpenAI's API is on http://{name}:{listening.getsockname()[1]}/v1 for {', '.join(options.models)}")
-        asyncio.run(_serve(client, options, listening))
+        click.echo(f"OpenAI's API is on http://{name}:{listening.getsockname()[1]}/v1 for {', '.join(chosen.models)}")
+        asyncio.run(_serve(client, chosen, listening))
     return 0
 
 
-async def _serve(client: AsyncClient, options: Options, listening: socket.socket) -> None:
+async def _serve(client: AsyncClient, settings: Settings, listening: socket.socket) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
-    await serve(client, options, listening, stopping)
+    await serve(client, settings, listening, stopping)
 
 
 def _read_key(path: Path | None) -> bytes:

@@ -14,7 +14,7 @@ import pytest
 
 from tie.device import AsyncClient
 from tie.device.proxy.access import Access
-from tie.device.proxy.handler import MAX_BODY_BYTES, Options
+from tie.device.proxy.handler import MAX_BODY_BYTES, Settings
 from tie.device.proxy.service import serve
 from tie.device.turns import Turns
 from tie.proto import app_pb2, cloudboard_pb2
@@ -51,7 +51,7 @@ async def proxy_of(*edges, url: str = "", **options) -> AsyncIterator[Api]:
     stopping = asyncio.Event()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         client = AsyncClient(url or [edge.url for edge in edges], edges[0].statement_key)
-        serving = asyncio.create_task(serve(client, Options(models=("m",), **options), listening, stopping))
+        serving = asyncio.create_task(serve(client, Settings(models=("m",), **options), listening, stopping))
         try:
             async with contextlib.AsyncExitStack() as stack:
                 yield Api(f"http://127.0.0.1:{listening.getsockname()[1]}", stack)

@@ -15,7 +15,7 @@ import pytest
 from hyperframe.frame import DataFrame, Frame
 
 from tie.device import AsyncClient
-from tie.device.proxy.handler import Options
+from tie.device.proxy.handler import Settings
 from tie.device.proxy.service import serve
 from tie.envelope.frames import FrameSplitter
 from tie.envelope.padding import SMALLEST
@@ -94,7 +94,7 @@ async def recorded(edge) -> AsyncIterator[tuple[Wire, str]]:
     async with await asyncio.start_server(wire.connected, "127.0.0.1", 0) as relay:
         client = AsyncClient(f"http://127.0.0.1:{relay.sockets[0].getsockname()[1]}", edge.statement_key)
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            serving = asyncio.create_task(serve(client, Options(models=("m",)), listening, stopping))
+            serving = asyncio.create_task(serve(client, Settings(models=("m",)), listening, stopping))
             yield wire, f"http://127.0.0.1:{listening.getsockname()[1]}"
             stopping.set()
             await asyncio.wait_for(serving, DEADLINE_S)

@@ -8,8 +8,9 @@ goes wrong later is an event with an error. Nothing that was asked or answered i
 turns (tie.device.turns).
 """
 
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 from urllib.parse import unquote
@@ -56,7 +57,7 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True)
-class Options:
+class Settings:
     """What the user chose.
 
     Attributes:
@@ -92,36 +93,46 @@ class Handler:
 
     Args:
         client: to the nodes.
-        options: the user's.
+        settings: the user's.
     """
 
-    def __init__(self, client: AsyncClient, options: Options) -> None:
+    def __init__(self, client: AsyncClient, settings: Settings) -> None:
         self._client = client
-        self._options = options
+        self._settings = settings
         self._created = int(time.time())
         self._under_way = 0
 
     async def __call__(self, exchange: Exchange) -> None:
         """Serves one exchange; cancelled when its client goes away, which ends the node's work."""
+        with contextlib.suppress(DisconnectedError):
+            error = await self._outcome(exchange)
+            if error is not None:
+                await _fail(exchange, error)
+
+    async def _outcome(self, exchange: Exchange) -> ApiError | None:
+        """Answers; what went wrong, if anything did."""
         try:
             await self._dispatch(exchange)
-        except DisconnectedError:
-            return
         except ApiError as error:
-            await _fail(exchange, error)
+            return error
         except RefusedRequestError as refusal:
-            await _fail(exchange, failures.fault(refusal.code))
+            return failures.fault(refusal.code)
+        except DisconnectedError:
+            raise
         except Exception as error:  # noqa: BLE001 (its text may quote the request: only its type and place are logged)
             log.failure("proxy.failed", error)
-            await _fail(exchange, failures.internal())
+            return failures.internal()
+        return None
 
     async def _dispatch(self, exchange: Exchange) -> None:
-        self._options.access.check(exchange)
+        self._settings.access.check(exchange)
         match exchange.method, exchange.path:
             case "POST", "/v1/chat/completions":
-                await self._chat(exchange)
+                with self._place():
+                    await self._chat(exchange)
             case "POST", "/v1/completions":
-                await self._completion(exchange)
+                with self._place():
+                    await self._completion(exchange)
             case "GET", str(path) if path == _MODELS or path.startswith(_MODELS + "/"):
                 await self._models(exchange, unquote(path.removeprefix(_MODELS).removeprefix("/")))
             case _, "/v1/chat/completions" | "/v1/completions" | "/v1/models":
@@ -132,7 +143,7 @@ class Handler:
     async def _models(self, exchange: Exchange, name: str) -> None:
         models = [
             {"id": model, "object": "model", "created": self._created, "owned_by": "tie"}
-            for model in self._options.models
+            for model in self._settings.models
         ]
         if not name:
             await _send(exchange, {"object": "list", "data": models})
@@ -144,7 +155,7 @@ class Handler:
         asked = requests.decode(await _body(exchange), requests.ChatRequest)
         self._check_model(asked.model)
         request, form = translate.chat(asked), ChatAnswer(asked)
-        turns = self._options.turns
+        turns = self._settings.turns
         if turns is not None:
             request.turn_key = turns.key(request)
 
@@ -160,9 +171,6 @@ class Handler:
         await self._answer(exchange, _Job(translate.completion(asked), CompletionAnswer(asked), asked))
 
     async def _answer(self, exchange: Exchange, job: "_Job") -> None:
-        if self._under_way >= MAX_UNDER_WAY:
-            raise failures.overloaded()
-        self._under_way += 1
         accepted = False
         try:
             answer = await self._client.send(job.request)
@@ -173,8 +181,6 @@ class Handler:
                 await answer.close()
         except TieError as error:
             raise failures.from_error(error, accepted=accepted) from None
-        finally:
-            self._under_way -= 1
 
     async def _whole(self, exchange: Exchange, answer: AsyncAnswer, job: "_Job") -> None:
         async for delta in _pieces(answer, job.count):
@@ -185,7 +191,7 @@ class Handler:
         await _send(exchange, job.form.whole(result))
 
     async def _stream(self, exchange: Exchange, answer: AsyncAnswer, job: "_Job") -> None:
-        async with Gatherer(_pieces(answer, job.count), self._options.gather_s) as lists:
+        async with Gatherer(_pieces(answer, job.count), self._settings.gather_s) as lists:
             async for deltas in lists:
                 chunks = [] if exchange.started else job.form.begin()
                 for delta in deltas:
@@ -199,9 +205,20 @@ class Handler:
         await exchange.write(b"data: [DONE]\n\n")
         await exchange.finish()
 
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """A place among the requests under way: their bodies and answers are what this process holds."""
+        if self._under_way >= MAX_UNDER_WAY:
+            raise failures.overloaded()
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+
     def _check_model(self, name: str) -> None:
-        if name not in self._options.models:
-            raise failures.no_model(name, ", ".join(self._options.models))
+        if name not in self._settings.models:
+            raise failures.no_model(name, ", ".join(self._settings.models))
 
 
 def replies(code: str) -> Reply:

@@ -5,7 +5,7 @@ import socket
 from typing import Final
 
 from tie.device.async_client import AsyncClient
-from tie.device.proxy.handler import Handler, Options, replies
+from tie.device.proxy.handler import Handler, Settings, replies
 from tie.http.limits import Limits
 from tie.http.server import Server
 
@@ -14,10 +14,10 @@ LIMITS: Final = Limits(
 )
 
 
-async def serve(client: AsyncClient, options: Options, listening: socket.socket, stopping: asyncio.Event) -> None:
+async def serve(client: AsyncClient, settings: Settings, listening: socket.socket, stopping: asyncio.Event) -> None:
     """Serves the API on `listening` until `stopping` is set.
 
     Answers under way then have a few seconds to end; after that their connections are closed.
     """
-    await Server(Handler(client, options), LIMITS, replies).serve(listening, stopping)
+    await Server(Handler(client, settings), LIMITS, replies).serve(listening, stopping)
     await client.close()
