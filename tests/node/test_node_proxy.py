@@ -1,5 +1,6 @@
 """`tie proxy` before a real node, asked by the official client of OpenAI's API as its users have it."""
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -250,6 +251,20 @@ def test_refusals_name_the_field(api, asked, kind, param):
     with pytest.raises(openai.APIStatusError) as raised:
         api.chat.completions.create(**question)
     assert (type(raised.value), raised.value.param) == (kind, param)
+
+
+def test_a_stream_that_is_closed_stops_the_work(api, running_node):
+    endless = {"max_tokens": 1800, "extra_body": {"ignore_eos": True}}
+    with api.chat.completions.create(model=MODEL, messages=[COLOURS], stream=True, **endless) as stream:
+        assert next(iter(stream)).choices[0].delta.role == "assistant"
+        assert asyncio.run(running_node.status()).runtime.running
+
+    async def idle() -> None:
+        async with asyncio.timeout(ANSWER_S / 4):  # the whole answer would take longer
+            while (await running_node.status()).runtime.running:
+                await asyncio.sleep(0.1)
+
+    asyncio.run(idle())
 
 
 def test_curl_reads_events(proxy_url):

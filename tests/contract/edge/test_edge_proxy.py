@@ -47,10 +47,10 @@ class Api:
 
 
 @contextlib.asynccontextmanager
-async def proxy_of(*edges, url: str = "", **options) -> AsyncIterator[Api]:
+async def proxy_of(*edges, url: str = "", key: bytes = b"", **options) -> AsyncIterator[Api]:
     stopping = asyncio.Event()
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        client = AsyncClient(url or [edge.url for edge in edges], edges[0].statement_key)
+        client = AsyncClient(url or [edge.url for edge in edges], key or edges[0].statement_key)
         serving = asyncio.create_task(serve(client, Settings(models=("m",), **options), listening, stopping))
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -153,6 +153,15 @@ async def test_nobody_there(edge) -> None:
             await api.chat()
         assert (raised.value.status_code, raised.value.code) == (503, "node_unreachable")
         assert raised.value.response.headers["x-should-retry"] == "true"
+
+
+async def test_another_fleets_node_gets_nothing(edge) -> None:
+    async with proxy_of(edge, key=bytes(range(32))) as api:
+        with pytest.raises(openai.InternalServerError) as raised:
+            await api.chat()
+    assert (raised.value.status_code, raised.value.code) == (502, "node_not_trusted")
+    assert raised.value.response.headers["x-should-retry"] == "false"
+    assert edge.served == []
 
 
 async def test_an_answer_that_breaks_off_is_an_error_and_no_short_answer(edge, api) -> None:
