@@ -254,17 +254,16 @@ def test_refusals_name_the_field(api, asked, kind, param):
 
 
 def test_a_stream_that_is_closed_stops_the_work(api, running_node):
+    async def until(*, running: bool) -> None:
+        async with asyncio.timeout(ANSWER_S / 4):  # the whole answer would take longer
+            while bool((await running_node.status()).runtime.running) is not running:
+                await asyncio.sleep(0.05)
+
     endless = {"max_tokens": 1800, "extra_body": {"ignore_eos": True}}
     with api.chat.completions.create(model=MODEL, messages=[COLOURS], stream=True, **endless) as stream:
         assert next(iter(stream)).choices[0].delta.role == "assistant"
-        assert asyncio.run(running_node.status()).runtime.running
-
-    async def idle() -> None:
-        async with asyncio.timeout(ANSWER_S / 4):  # the whole answer would take longer
-            while (await running_node.status()).runtime.running:
-                await asyncio.sleep(0.1)
-
-    asyncio.run(idle())
+        asyncio.run(until(running=True))
+    asyncio.run(until(running=False))
 
 
 def test_curl_reads_events(proxy_url):
