@@ -13,7 +13,7 @@ import pytest
 CORPUS = Path(__file__).parents[3] / "shared" / "data" / "json-schemas.jsonl"
 WHOLE = os.environ.get("TIE_SLOW") == "1"
 SAMPLE = int(os.environ.get("TIE_SCHEMAS", "300"))
-AT_ONCE = 12
+AT_ONCE = 8
 ANSWER_S = 240.0
 MODEL = "smollm2-135m-instruct"
 
@@ -77,7 +77,9 @@ async def test_answers_and_calls_validate(proxy_url) -> None:
     async with client, asyncio.TaskGroup() as group:
         for number, entry in enumerate(entries):
             for as_tool in (False, True):
-                group.create_task(one(number, entry, as_tool=as_tool))
+                # Arguments are always an object.
+                if not as_tool or entry["schema"].get("type") == "object":
+                    group.create_task(one(number, entry, as_tool=as_tool))
     print(f"{len(entries)} schemas in {time.monotonic() - begun:.0f} s: {counts}, invalid: {invalid}")
     assert sum(count for (_, kind), count in counts.items() if kind == "whole") >= len(entries)
     assert invalid == []

@@ -44,7 +44,7 @@ def test_every_parameter_arrives_in_the_sealed_request() -> None:
         '"max_completion_tokens":9,"n":2,"logit_bias":{"7":-100},"logprobs":true,"top_logprobs":3,"top_k":4,"min_p":0.5,'
         '"repetition_penalty":2,"min_tokens":1,"ignore_eos":true,"stream":true,"stream_options":{"include_usage":true},'
         '"response_format":{"type":"json_schema","json_schema":{"name":"n","schema":' + schema + ',"strict":true}},'
-        '"tools":[{"type":"function","function":{"name":"f","description":"d","parameters":{"a" : 1}}}],'
+        '"tools":[{"type":"function","function":{"name":"f","description":"d","parameters":{"$ref" : "#/a"}}}],'
         '"tool_choice":{"type":"function","function":{"name":"f"}},"user":"u","store":false}'
     )
     made = translate.chat(decode(body.encode(), ChatRequest))
@@ -65,7 +65,7 @@ def test_every_parameter_arrives_in_the_sealed_request() -> None:
         ),
         stop=["x", "y"], max_tokens=9, n=2, logprobs=3, ignore_eos=True,
         constraint=request_pb2.Constraint(json_schema=schema),
-        tools=[request_pb2.Tool(name="f", description="d", parameters_json='{"a" : 1}')],
+        tools=[request_pb2.Tool(name="f", description="d", parameters_json='{"$ref" : "#/a"}')],
         tool_choice="f",
     )  # fmt: skip
 
@@ -75,6 +75,13 @@ def test_null_is_as_good_as_absent() -> None:
     refusable = ["audio", "echo", "functions", "suffix", "store"]
     assert chat(**dict.fromkeys(optional + refusable)) == chat()
     assert chat(tools=[{"type": "function", "function": {"name": "f", "parameters": None, "strict": None}}]).tools
+
+
+def test_parameters_are_of_an_object() -> None:
+    for given, sent in [({}, {"type": "object"}), ({"type": "object", "x": 1}, {"type": "object", "x": 1}),
+                        ({"properties": {}}, {"type": "object", "properties": {}}), ({"anyOf": []}, {"anyOf": []})]:  # fmt: skip
+        (tool,) = chat(tools=[{"type": "function", "function": {"name": "f", "parameters": given}}]).tools
+        assert json.loads(tool.parameters_json) == sent
 
 
 def test_what_an_answer_held_may_be_sent_back() -> None:
@@ -112,6 +119,10 @@ def test_what_an_answer_held_may_be_sent_back() -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options", 400),
         ({"tool_choice": "sometimes"}, "tool_choice", 400),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type", 400),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+         "tools[0].function.parameters", 400),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]},
+         "tools[0].function.parameters", 400),
         ({"response_format": {"type": "yaml"}}, "response_format.type", 400),
         ({"best_of": 2}, "best_of", 400),
         ({"store": True}, "store", 400),

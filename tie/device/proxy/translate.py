@@ -2,6 +2,8 @@
 
 from typing import Final
 
+import msgspec
+
 from tie.device.proxy.failures import invalid, unservable
 from tie.device.proxy.requests import (
     ChatRequest,
@@ -31,6 +33,7 @@ _SAME_NAME: Final = (
     "max_tokens",
     "n",
 )
+_KINDS: Final = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})  # one says what a schema is of
 _MODES: Final = frozenset({"none", "auto", "required"})
 
 
@@ -55,7 +58,7 @@ def chat(asked: ChatRequest) -> request_pb2.InferenceRequest:
         case SchemaFormat(json_schema):
             options["json_schema"] = bytes(json_schema.schema).decode()
     if asked.tools:
-        options["tools"] = [_tool(tool) for tool in asked.tools]
+        options["tools"] = [_tool(position, tool) for position, tool in enumerate(asked.tools)]
     if asked.tool_choice is not None:
         options["tool_choice"] = _choice(asked.tool_choice)
     messages = [_message(f"messages[{position}]", message) for position, message in enumerate(asked.messages)]
@@ -127,14 +130,28 @@ def _message(field: str, message: Message) -> request_pb2.Message:
     )
 
 
-def _tool(tool: Tool) -> request_pb2.Tool:
+def _tool(position: int, tool: Tool) -> request_pb2.Tool:
     function = tool.function
-    parameters = bytes(function.parameters).decode()
     return request_pb2.Tool(
         name=function.name,
         description=function.description or "",
-        parameters_json="" if parameters == "null" else parameters,
+        parameters_json=_parameters(f"tools[{position}].function.parameters", bytes(function.parameters)),
     )
+
+
+def _parameters(field: str, text: bytes) -> str:
+    """A tool's parameters. Arguments are an object: many leave that to be understood, and nothing else can be called."""
+    if text in {b"", b"null"}:
+        return ""
+    try:
+        schema = msgspec.json.decode(text)
+    except RecursionError:
+        raise invalid(field, "is nested too deeply") from None
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise invalid(field, 'must be a JSON schema of type "object"')
+    if schema.keys().isdisjoint(_KINDS):
+        return msgspec.json.encode({"type": "object", **schema}).decode()
+    return text.decode()
 
 
 def _choice(choice: str | NamedChoice) -> str:
