@@ -77,11 +77,18 @@ def test_null_is_as_good_as_absent() -> None:
     assert chat(tools=[{"type": "function", "function": {"name": "f", "parameters": None, "strict": None}}]).tools
 
 
-def test_parameters_are_of_an_object() -> None:
-    for given, sent in [({}, {"type": "object"}), ({"type": "object", "x": 1}, {"type": "object", "x": 1}),
-                        ({"properties": {}}, {"type": "object", "properties": {}}), ({"anyOf": []}, {"anyOf": []})]:  # fmt: skip
-        (tool,) = chat(tools=[{"type": "function", "function": {"name": "f", "parameters": given}}]).tools
-        assert json.loads(tool.parameters_json) == sent
+@pytest.mark.parametrize(
+    ("parameters", "sent"),
+    [
+        ({}, {"type": "object"}),
+        ({"properties": {}}, {"type": "object", "properties": {}}),
+        ({"type": "object", "x": 1}, {"type": "object", "x": 1}),
+        ({"anyOf": []}, {"anyOf": []}),
+    ],
+)
+def test_parameters_are_of_an_object(parameters, sent) -> None:
+    (tool,) = chat(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}]).tools
+    assert json.loads(tool.parameters_json) == sent
 
 
 def test_what_an_answer_held_may_be_sent_back() -> None:

@@ -140,7 +140,7 @@ def _tool(position: int, tool: Tool) -> request_pb2.Tool:
 
 
 def _parameters(field: str, text: bytes) -> str:
-    """A tool's parameters. Arguments are an object: many leave that to be understood, and nothing else can be called."""
+    """A tool's parameters. Arguments are an object, which many leave to be understood."""
     if text in {b"", b"null"}:
         return ""
     try:
