@@ -22,7 +22,7 @@ class OwnFolder:
 
     Attributes:
         path: of the folder, mode 0700.
-        lock: a descriptor. A process that inherits it keeps the folder in use as well.
+        lock: a descriptor, -1 once the folder is removed. A process that inherits it keeps the folder in use as well.
     """
 
     def __init__(self, parent: Path, prefix: str) -> None:
@@ -42,9 +42,14 @@ class OwnFolder:
             os.close(self.lock)  # somebody who clears away took it for a rest, and it is gone, or will be
 
     def remove(self) -> None:
-        """Removes it with all that is in it; what cannot be removed, since something is mounted there, stays."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self.lock)
+        """Removes it with all that is in it; what cannot be removed, since something is mounted there, stays.
+
+        A second time does nothing: the descriptor's number may be somebody else's by then.
+        """
+        lock, self.lock = self.lock, -1
+        if lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(lock)
 
 
 def _taken(lock: int) -> bool:

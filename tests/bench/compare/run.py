@@ -79,9 +79,11 @@ def environment(peer: str, root: Path) -> str:
         print(f"making the environment of {peer} in {directory} …", flush=True)
         venv.create(directory, clear=True, with_pip=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True, timeout=PEER_S)
-        if name == "vllm":  # the index's build of it is for another torch, and vLLM does without
+        if name == "vllm":  # the index has them for another torch, and vLLM does without
             subprocess.run(
-                [python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"], check=True, timeout=60
+                [python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"],
+                check=True,
+                timeout=60,
             )
         complete.touch()
     return str(python)

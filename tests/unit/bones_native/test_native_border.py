@@ -10,6 +10,7 @@ from tie.bones.batch import Batch, SequenceSlice
 from tie.bones.errors import InputError, WeightsError
 from tie.bones.native import library
 from tie.bones.native.executor import NativeExecutor
+from tie.bones.native.threads import MANY
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="the native library is not built")
 
@@ -217,6 +218,16 @@ def test_threads_end_with_the_executor(make):
     del executor
     # Whatever else this process started meanwhile may stay.
     assert len(own & _threads()) <= len(own) - 4
+
+
+@pytest.mark.parametrize(("adapt", "used"), [(True, [3, 2]), (False, [3, 3])])
+def test_where_many_are_served_a_core_is_left_to_the_rest_of_the_node(make, monkeypatch, adapt, used):
+    executor, seen = make(threads=3, adapt=adapt), []
+    for choice in {executor._few, executor._many}:
+        monkeypatch.setattr(choice, "record", lambda _rows, threads, _seconds: seen.append(threads))
+    for streams in (MANY - 1, MANY):
+        executor.forward(Batch(tuple(SequenceSlice([5], 0, (block,), 1) for block in range(streams))))
+    assert seen == used
 
 
 def _threads() -> set[str]:

@@ -40,8 +40,13 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
     second = OwnFolder(tmp_path, "own-")
     assert list(tmp_path.iterdir()) == [second.path]
     assert second.path.stat().st_mode & 0o777 == 0o700
+    number = second.lock
     second.remove()
     assert list(tmp_path.iterdir()) == []
+    with (tmp_path / "another's").open("w") as other:
+        assert other.fileno() == number
+        second.remove()
+        other.write("this descriptor was not closed")
 
 
 def test_a_process_that_inherits_the_lock_keeps_the_folder(tmp_path):

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tie.daemon.socket_guard import identity
 
 from tie.daemon import service
 from tie.daemon.service import Lifetime
+from tie.daemon.socket_path import identity
 
 DEADLINE_S = 10.0
 

@@ -5,6 +5,10 @@ rest: beside a busy neighbour fewer threads are faster than one for each core. W
 number that a sandboxed process may read for certain; it shows in the time that steps take. So now and then a few steps
 run with more or fewer threads, and where that is clearly faster it stays so. Trials get rarer as long as they change
 nothing, and come at once when steps become slower than they were. Pure: time is told to it.
+
+Where many sequences are computed together, their tokens also have to be sealed and sent, by other processes of the same
+node: the executor leaves a core to those, from `MANY` on. What a step loses by that the node gains twice (two cores, 16
+streams).
 """
 
 import statistics
@@ -12,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
+MANY: Final = 4  # sequences of a step
 _STEPS: Final = 3  # of a trial, and of what it is compared with: their median, for anything may interrupt one step
 _CLEARLY: Final = 0.93  # what a trial must take of the usual time to change anything
 _SLOWER: Final = 1.25  # times the usual: a reason to try at once
