@@ -1,4 +1,4 @@
-"""Pieces that come within a short time of one another, handed on together: fewer, larger events for slow readers."""
+"""Pieces that come within a short time of one another, handed on together: fewer writes, for those who pay for each."""
 
 import asyncio
 from collections.abc import AsyncIterator
