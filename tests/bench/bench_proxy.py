@@ -28,7 +28,8 @@ from tie.cli.bench_targets import node
 from tie.cli.bench_triton import triton
 from tie.cli.local_node import LocalNode
 from tie.cli.settings import cache_dir
-from tie.proto import control_pb2
+from tie.daemon import rpc
+from tie.proto import control_pb2, metrics_pb2, metrics_pb2_grpc
 
 
 class ProxyTarget:
@@ -84,6 +85,17 @@ async def firsts(target: Target, arguments: argparse.Namespace, seed: int) -> li
     return [sample.first_s for sample in run.samples]
 
 
+async def standing_by(local: LocalNode, count: int) -> None:
+    """Waits until so many apps are ready, by CloudBoard's own count, and nothing starts or ends any more."""
+    line = f"tie_cloudboard_standby {float(count)}\n"
+    async with asyncio.timeout(START_S), rpc.connect(local.config.sockets.node) as channel:
+        stub = metrics_pb2_grpc.MetricsStub(channel)
+        while True:
+            await settled(local, count)
+            if line in (await stub.Scrape(metrics_pb2.ScrapeRequest(), timeout=5)).text:
+                return
+
+
 async def rounds(local: LocalNode, arguments: argparse.Namespace) -> dict[str, list[float]]:
     await local.wait_for(control_pb2.STATE_AVAILABLE, START_S)
     whom = asking.target(local.run_dir, None, None, None)
@@ -91,7 +103,7 @@ async def rounds(local: LocalNode, arguments: argparse.Namespace) -> dict[str, l
     async with triton(local.run_dir) as below, node(whom) as client, proxy(local, whom.model) as above:
         for seed in range(arguments.rounds + 1):
             for name, target in zip(figures, (below, client, above), strict=True):
-                await settled(local, arguments.streams)
+                await standing_by(local, arguments.streams)
                 measured = await firsts(target, arguments, seed)
                 figures[name] += measured if seed else []  # the first round warms up
     return figures
