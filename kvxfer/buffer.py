@@ -4,14 +4,14 @@ The producer maps the memfd writable first and seals it afterwards (memfd_create
 mapping stays, nobody can make another one, and nobody can change the size, so no reader can be hit by SIGBUS.
 """
 
-import mmap
 import os
 from types import TracebackType
 from typing import Self
 
-from kvxfer import pages, seals
+from kvxfer import seals
 from kvxfer.errors import ChannelError, HeaderError, SealError
 from kvxfer.header import COMMITTED, COMMITTED_OFFSET, HEADER_BYTES, Header
+from kvxfer.mapping import Mapping
 
 
 class ProducerBuffer:
@@ -30,22 +30,21 @@ class ProducerBuffer:
         self.header = header
         self.committed = 0
         seals.require(descriptor, 0, header.buffer_bytes)
-        self._map = _mapped(descriptor, header.buffer_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._mapping = _mapped(descriptor, header.buffer_bytes, writable=True)
+        self._view = self._mapping.view
         try:
-            # Taken before anything is exported from the map, and held no longer than this line.
-            self._address = pages.address(self._map)
-            self._map[:HEADER_BYTES] = header.pack()
+            self._view[:HEADER_BYTES] = header.pack()
             seals.add(descriptor, seals.READ_ONLY_FOR_OTHERS)
         except BaseException:
-            self._map.close()
+            self._mapping.close()
             raise
-        self._view = memoryview(self._map)
         self._counter = _counter(self._view)
+        self._guarded = -(-HEADER_BYTES // self._mapping.grain) * self._mapping.grain
 
     def populate(self, first: int, count: int) -> None:
         """Makes the pages of blocks present in one go, which costs less than a fault for each."""
         start = self.header.offset(first)
-        pages.populate_write(self._address + start, self.header.offset(first + count) - start)
+        self._mapping.populate(start, self.header.offset(first + count) - start)
 
     def block(self, index: int) -> memoryview:
         """The bytes of a block that is not committed yet, writable. Release it before `close`.
@@ -61,24 +60,33 @@ class ProducerBuffer:
     def commit(self, count: int) -> None:
         """Publishes that the first `count` blocks are whole, and write-protects them in this process.
 
-        The protection is a guard against this process's own bugs; the border is the seal.
+        The protection is a guard against this process's own bugs; the border is the seal. In a large buffer it moves
+        in whole huge pages, and what is left over is protected with the last block.
 
         Raises:
             ChannelError: `count` goes backwards or beyond the last block.
         """
         if not self.committed < count <= self.header.block_count:
             raise ChannelError("blocks are committed in order, each once")
-        start = self.header.offset(self.committed)
-        pages.protect(self._address + start, self.header.offset(count) - start)
+        self._guard(count)
         self.committed = count
         # One store, after the blocks; the doorbell's system call orders it for the other end.
         self._counter[0] = count
 
+    def _guard(self, count: int) -> None:
+        end = self.header.offset(count)
+        if count == self.header.block_count:
+            start, stop = HEADER_BYTES, end
+        else:
+            start, stop = self._guarded, end - end % self._mapping.grain
+        if start < stop:
+            self._mapping.protect(start, stop - start)
+            self._guarded = stop
+
     def close(self) -> None:
         """Unmaps it. Every view from `block` must have been released."""
         self._counter.release()
-        self._view.release()
-        self._map.close()
+        self._mapping.close()
 
     def __enter__(self) -> Self:
         return self
@@ -110,8 +118,8 @@ class ConsumerBuffer:
         self.header = Header.unpack(os.pread(descriptor, HEADER_BYTES, 0))
         seals.require(descriptor, seals.READ_ONLY_FOR_OTHERS, self.header.buffer_bytes)
         self._committed = 0
-        self._map = _mapped(descriptor, self.header.buffer_bytes, mmap.PROT_READ)
-        self._view = memoryview(self._map)
+        self._mapping = _mapped(descriptor, self.header.buffer_bytes, writable=False)
+        self._view = self._mapping.view
         self._counter = _counter(self._view)
 
     @property
@@ -130,7 +138,7 @@ class ConsumerBuffer:
     def populate(self, first: int, count: int) -> None:
         """Maps the pages of committed blocks in one go."""
         start = self.header.offset(first)
-        pages.populate_read(self._map, start, self.header.offset(first + count) - start)
+        self._mapping.populate(start, self.header.offset(first + count) - start)
 
     def block(self, index: int) -> memoryview:
         """The bytes of a committed block, read-only. Release it before `close`.
@@ -146,8 +154,7 @@ class ConsumerBuffer:
     def close(self) -> None:
         """Unmaps it. Every view from `block` must have been released."""
         self._counter.release()
-        self._view.release()
-        self._map.close()
+        self._mapping.close()
 
     def __enter__(self) -> Self:
         return self
@@ -166,8 +173,8 @@ def _counter(view: memoryview) -> memoryview:
     return view[COMMITTED_OFFSET : COMMITTED_OFFSET + COMMITTED.size].cast("I")
 
 
-def _mapped(descriptor: int, size: int, protection: int) -> mmap.mmap:
+def _mapped(descriptor: int, size: int, *, writable: bool) -> Mapping:
     try:
-        return mmap.mmap(descriptor, size, prot=protection)
+        return Mapping(descriptor, size, writable=writable)
     except OSError as error:
         raise SealError(f"cannot map the memfd: {error.strerror}") from None

@@ -4,14 +4,14 @@ A buffer is used once and never comes back: whoever got its descriptor may still
 transfer wrote into it would be his to read. Only fresh pages, which the kernel has zeroed, are handed out.
 """
 
-import mmap
 import os
 import threading
 from collections import deque
 from typing import Final
 
-from kvxfer import pages, seals
+from kvxfer import seals
 from kvxfer.header import PAGE
+from kvxfer.mapping import make_present
 
 _LEAST_PART: Final = 4
 
@@ -57,8 +57,7 @@ class BufferPool:
             descriptor = seals.create(self._name, size)
         try:
             if made:
-                # Present, so that it is charged to this process's cgroup and not to the peer's.
-                os.posix_fallocate(descriptor, 0, size)
+                make_present(descriptor, size)
             else:
                 os.ftruncate(descriptor, size)
         except OSError:
@@ -103,8 +102,7 @@ class BufferPool:
 def _populated(name: str, size: int) -> int:
     descriptor = seals.create(name, size)
     try:
-        with mmap.mmap(descriptor, size) as mapping:
-            pages.populate_write(pages.address(mapping), size)
+        make_present(descriptor, size)
     except OSError:
         os.close(descriptor)
         raise

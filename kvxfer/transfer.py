@@ -13,9 +13,10 @@ for its consumer, until FINISH.
 
 import os
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from kvxfer.buffer import ConsumerBuffer, ProducerBuffer
 from kvxfer.channel import Channel
@@ -24,6 +25,8 @@ from kvxfer.errors import AbortReason, ChannelError, HeaderError, KvxferError, P
 from kvxfer.header import Header
 
 __all__ = ["Consumer", "Producer", "abort", "await_request", "request"]
+
+_BATCH_BYTES: Final = 1 << 20
 
 
 def request(channel: Channel, first_block: int, *, timeout: float) -> None:
@@ -80,6 +83,22 @@ class Producer:
     def populate(self, first: int, count: int) -> None:
         """Makes the pages of blocks present in one go, which costs less than a fault for each."""
         self._buffer.populate(first, count)
+
+    def batches(self) -> Iterator[range]:
+        """All blocks in order, a few at a time: present before they are given, committed when the next are asked for.
+
+        Waking the other end costs about what copying a small block does, so it is done once for several.
+
+        Raises:
+            KvxferError: as `commit`.
+        """
+        header = self._buffer.header
+        step = max(1, _BATCH_BYTES // header.block_bytes)
+        for first in range(0, header.block_count, step):
+            batch = range(first, min(first + step, header.block_count))
+            self.populate(first, len(batch))
+            yield batch
+            self.commit(batch.stop)
 
     def block(self, index: int) -> memoryview:
         """A block to write into. Release it before the end of the transfer."""

@@ -75,10 +75,10 @@ while True:
     channel.receive(timeout=600)
     buffer = pool.take(header.buffer_bytes)
     with Producer(channel, buffer, header, passing=True, timeout=60) as producer:
-        for index in range(count):
-            with producer.block(index) as view:
-                view[:] = source[index * size : (index + 1) * size]
-            producer.commit(index + 1)
+        for batch in producer.batches():
+            for index in batch:
+                with producer.block(index) as view:
+                    view[:] = source[index * size : (index + 1) * size]
         producer.finish(timeout=60)
 """
 
@@ -174,12 +174,10 @@ class Bench:
             Producer(channel, buffer, self.header, passing=True, timeout=60) as producer,
             memoryview(self.source) as source,
         ):
-            for index in range(self.count):
-                if index % 16 == 0:
-                    producer.populate(index, min(16, self.count - index))
-                with producer.block(index) as view:
-                    view[:] = source[index * BLOCK : (index + 1) * BLOCK]
-                producer.commit(index + 1)
+            for batch in producer.batches():
+                for index in batch:
+                    with producer.block(index) as view:
+                        view[:] = source[index * BLOCK : (index + 1) * BLOCK]
             producer.finish(timeout=60)
         channel.receive(timeout=60)
         os.close(buffer)
@@ -193,12 +191,10 @@ class Bench:
         entry = StoredEntry.fetch(self.store, index, self.key, Kind.SEGMENT, self.format)
         assert entry is not None
         with entry, Producer(channel, buffer, self.header, passing=True, timeout=60) as producer:
-            for block in range(self.count):
-                if block % 16 == 0:
-                    producer.populate(block, min(16, self.count - block))
-                with producer.block(block) as view:
-                    entry.open(block, view)
-                producer.commit(block + 1)
+            for batch in producer.batches():
+                for block in batch:
+                    with producer.block(block) as view:
+                        entry.open(block, view)
             producer.finish(timeout=60)
         channel.receive(timeout=60)
         os.close(buffer)

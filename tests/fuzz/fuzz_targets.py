@@ -12,7 +12,6 @@ import os
 import secrets
 import struct
 import time
-import weakref
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +34,7 @@ from tie.warden.entry import Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
 from tie.warden.keys import ConversationKey, Root
 from tie.warden.manifest import CacheFormat, Manifest, Segment
-from tie.warden.media import InFile
+from tie.warden.media import SealedMemory
 
 CORPUS = Path(__file__).with_name("corpus")
 PAGE = 4096
@@ -288,18 +287,19 @@ def entry(data: bytes) -> None:
             _opened(bytes(sealed), kind, genuine)
 
 
-class Memfd(InFile):
+def stored(data: bytes | bytearray) -> SealedMemory:
     """Bytes where the store has them."""
-
-    def __init__(self, data: bytes | bytearray) -> None:
-        self.descriptor = os.memfd_create("entry")
-        weakref.finalize(self, os.close, self.descriptor)
-        os.pwrite(self.descriptor, data, 0)
-        super().__init__(self.descriptor, len(data))
+    descriptor = seals.create("entry", len(data))
+    try:
+        os.pwrite(descriptor, data, 0)
+        seals.add(descriptor, seals.IMMUTABLE)
+        return SealedMemory(descriptor, len(data))
+    finally:
+        os.close(descriptor)
 
 
 def _opened(sealed: bytes, kind: Kind, genuine: bytes) -> None:
-    opener = Opener(KEY, kind, Memfd(sealed))
+    opener = Opener(KEY, kind, stored(sealed))
     # Whatever opens was sealed with the key: header and manifest are what they were.
     assert sealed[: opener.shape.offset(0)] == genuine[: opener.shape.offset(0)]
     Manifest.decode(opener.manifest, FORMAT)

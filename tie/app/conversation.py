@@ -23,7 +23,6 @@ from tie.warden.keys import ConversationKey, Root
 from tie.warden.manifest import CacheFormat, Manifest, Segment
 
 MAX_SEGMENTS: Final = 16  # a conversation of more is sealed anew as one
-_AHEAD: Final = 16  # blocks whose pages are mapped in one go
 
 
 @dataclass(slots=True)
@@ -138,12 +137,12 @@ class Conversation:
         header = self._header(self._first, self.blocks)
         with Producer(channel, buffer, header, passing=False, timeout=self._timeout) as producer:
             try:
-                for number, (entry, block) in enumerate(self._sealed_blocks()):
-                    if number % _AHEAD == 0:
-                        producer.populate(number, min(_AHEAD, header.block_count - number))
-                    with producer.block(number) as target:
-                        entry.open(block, target)
-                    producer.commit(number + 1)
+                sealed = self._sealed_blocks()
+                for batch in producer.batches():
+                    for number in batch:
+                        entry, block = sealed[number]
+                        with producer.block(number) as target:
+                            entry.open(block, target)
             except EntryError:
                 producer.abort(AbortReason.CORRUPT)
                 self._forget()

@@ -1,19 +1,19 @@
 """Sealed entries between the cache store and this process: opened, sealed, ready to be filed. Blocking."""
 
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from kvxfer import pages, seals
+from kvxfer import seals
+from kvxfer.mapping import Mapping
 from tie.store.client import StoreClient
 from tie.warden.entry import Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
 from tie.warden.keys import ConversationKey, Root
 from tie.warden.manifest import CacheFormat, Manifest
-from tie.warden.media import InFile
+from tie.warden.media import SealedMemory
 
 
 class StoredEntry:
@@ -35,9 +35,12 @@ class StoredEntry:
     """
 
     def __init__(self, descriptor: int, size: int, key: ConversationKey, kind: Kind, wanted: CacheFormat) -> None:
-        self._descriptor = descriptor
         try:
-            self._opener = Opener(key, kind, InFile(descriptor, size))
+            self._memory = SealedMemory(descriptor, size)
+        finally:
+            os.close(descriptor)  # the mapping is enough
+        try:
+            self._opener = Opener(key, kind, self._memory)
             self.manifest = Manifest.decode(self._opener.manifest, wanted)
             self._check(wanted.block_bytes if kind is Kind.SEGMENT else 0)
         except BaseException:
@@ -76,7 +79,7 @@ class StoredEntry:
 
     def close(self) -> None:
         """Lets go of its memory."""
-        os.close(self._descriptor)
+        self._memory.close()
 
     def __enter__(self) -> Self:
         return self
@@ -102,11 +105,10 @@ def sealing(store: StoreClient, key: ConversationKey, kind: Kind, manifest: Mani
     descriptor = store.new(shape.entry_bytes, transient=key.root is Root.REQUEST)
     try:
         # Mapped, because a process of a request may write no file of any size, not even with pwrite to a memfd.
-        with mmap.mmap(descriptor, shape.entry_bytes) as mapping:
+        with Mapping(descriptor, shape.entry_bytes, writable=True) as mapping:
             # The store has made the pages present; this maps them all, without a fault for each.
-            pages.populate_write(pages.address(mapping), shape.entry_bytes)
-            with memoryview(mapping) as out:
-                yield Sealer(key, kind, plaintext, shape, out)
+            mapping.populate(0, shape.entry_bytes)
+            yield Sealer(key, kind, plaintext, shape, mapping.view)
         seals.add(descriptor, seals.CONTENT)
     finally:
         os.close(descriptor)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 from kvxfer.channel import Channel
 from kvxfer.doorbell import left
@@ -11,8 +11,6 @@ from kvxfer.errors import AbortReason
 from kvxfer.header import Header
 from kvxfer.transfer import Consumer, Producer
 from tie.runtime import sequence as sequences
-
-_AHEAD: Final = 16  # blocks whose pages are made present in one go
 
 
 class BlockMemory(Protocol):
@@ -152,11 +150,8 @@ def send(
     """
     deadline = time.monotonic() + timeout
     with Producer(channel, descriptor, header, passing=True, timeout=left(deadline)) as producer:
-        for index, block in enumerate(blocks):
-            if index % _AHEAD == 0:
-                # Faults that the interpreter's other threads need not wait for, unlike those of the copying below.
-                producer.populate(index, min(_AHEAD, len(blocks) - index))
-            with producer.block(index) as target, memory.block_view(block) as source:
-                target[:] = source
-            producer.commit(index + 1)
+        for batch in producer.batches():
+            for index in batch:
+                with producer.block(index) as target, memory.block_view(blocks[index]) as source:
+                    target[:] = source
         producer.finish(timeout=left(deadline))

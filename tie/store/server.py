@@ -91,6 +91,8 @@ class _Client:
                 kind, outcome, answer = await self._answer(data)
                 outcomes[kind, store_pb2.Outcome.Name(outcome).removeprefix("OUTCOME_").lower()] += 1
                 self._reply(outcome, answer)
+                if kind == "put":
+                    self._refill()  # not sooner: its thread is not to hold up the reply
                 if outcome == store_pb2.OUTCOME_INVALID:
                     return
                 await asyncio.sleep(0)  # sock_recv does not yield while there is data: a flood must not keep the loop
@@ -167,7 +169,6 @@ class _Client:
         self._entries.file(put.index, entry)
         if pending.transient:
             self._transient[put.index] = entry
-        self._refill()
         return store_pb2.OUTCOME_DONE
 
     def _reply(self, outcome: "store_pb2.Outcome.ValueType", answer: Entry | _Pending | None) -> None:

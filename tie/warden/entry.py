@@ -9,8 +9,8 @@ Nonce: the number of the sealed piece, manifest 0, blocks from 1, as 12 bytes bi
 the header, that number (4 bytes, big-endian), and 1 if it is the entry's last piece, else 0. The key is fresh for each
 entry, because the salt is.
 
-Ciphertext is copied out of the entry before it is opened (tie.warden.media); no plaintext is left where a tag did not
-fit.
+Ciphertext is opened where it lies, in memory that nobody can change (tie.warden.media); no plaintext is left where a
+tag did not fit.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from cryptography.exceptions import InvalidTag
 
 from tie.warden.errors import EntryError
 from tie.warden.keys import COMMITMENT_BYTES, SALT_BYTES, ConversationKey
-from tie.warden.media import InFile
+from tie.warden.media import SealedMemory
 
 VERSION: Final = 1
 MAGIC: Final = b"warden\r\n"
@@ -169,18 +169,17 @@ class Opener:
     Args:
         key: the conversation's; used here and not kept.
         kind: what the entry must be.
-        sealed: the whole entry.
+        sealed: the whole entry; stays the caller's, and is needed until the last block is open.
 
     Raises:
         EntryError: whatever is wrong with it.
     """
 
-    def __init__(self, key: ConversationKey, kind: Kind, sealed: InFile) -> None:
+    def __init__(self, key: ConversationKey, kind: Kind, sealed: SealedMemory) -> None:
         if sealed.size < PAGE:
             raise EntryError
-        copied = bytearray(HEADER_BYTES)
-        sealed.read(0, memoryview(copied))
-        header = bytes(copied)
+        with sealed.piece(0, HEADER_BYTES) as clear:
+            header = bytes(clear)
         magic, version, suite, its_kind, root, reserved, salt, count, length, size, commitment = _HEADER.unpack(header)
         if (magic, version, suite, its_kind, root, reserved) != (MAGIC, VERSION, SUITE, kind, key.root, 0):
             raise EntryError
@@ -189,7 +188,6 @@ class Opener:
             raise EntryError
         self.header_sha256 = hashlib.sha256(header).digest()
         self._sealed = sealed
-        self._piece = memoryview(bytearray(max(length, size) + TAG_BYTES))
         self._cipher = key.cipher(salt)
         padded = bytearray(self.shape.manifest_bytes)
         with memoryview(padded) as target:
@@ -212,8 +210,7 @@ class Opener:
 
     def _open(self, number: int, start: int, into: memoryview) -> None:
         nonce, associated = _bound(self.header_sha256, number, self.shape.block_count)
-        with self._piece[: len(into) + TAG_BYTES] as sealed:
-            self._sealed.read(start, sealed)
+        with self._sealed.piece(start, len(into) + TAG_BYTES) as sealed:
             try:
                 self._cipher.decrypt_into(nonce, sealed, associated, into)
             except InvalidTag:

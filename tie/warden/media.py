@@ -1,40 +1,54 @@
-"""Where the bytes of an entry lie that is to be opened: in a memfd of the cache store's. Pieces are copied out.
+"""Where the bytes of an entry lie that is to be opened: in a memfd of the cache store's that nobody can change.
 
-Copying is deliberate. What is decrypted is a copy that nobody else can reach, so that plaintext and tag are of the same
-bytes whoever else has the memory. It is also no slower: a page is read once, and to map it, fault it in and unmap it
-costs more than to copy it through a buffer that stays in the processor's cache.
+Pieces are decrypted where they lie, and an implementation of AES-GCM may read its ciphertext twice, once to decrypt it
+and once for the tag. So the memory must be the same both times whoever else has it: what lacks one of the seals that
+promise that (memfd_create(2), F_SEAL_WRITE and its like) is not opened. The kernel grants F_SEAL_WRITE only when nobody
+has a mapping that can write, and allows none after it.
 """
 
-import os
+from typing import Self
 
+from kvxfer import seals
+from kvxfer.errors import SealError
+from kvxfer.header import PAGE
+from kvxfer.mapping import Mapping
 from tie.warden.errors import EntryError
 
 
-class InFile:
-    """One entry to be opened.
+class SealedMemory:
+    """One entry to be opened, mapped. Closed once it is.
+
+    Attributes:
+        size: its bytes.
 
     Args:
-        descriptor: of it; stays the caller's.
-        size: its bytes.
+        descriptor: of it; stays the caller's, and is not needed any more.
+        size: bytes that it must have.
+
+    Raises:
+        EntryError: it has not, or somebody could change it.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
-        self._descriptor = descriptor
-        self._size = size
+        try:
+            seals.require(descriptor, seals.IMMUTABLE, size)
+            self._mapping = Mapping(descriptor, size, writable=False)
+        except (SealError, OSError, ValueError):  # ValueError: nothing is not mapped
+            raise EntryError from None
+        self.size = size
 
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return self._size
+    def piece(self, start: int, size: int) -> memoryview:
+        """Bytes of it, read-only, mapped in one go. Release them before `close`."""
+        page = start % PAGE
+        self._mapping.populate(start - page, size + page)
+        return self._mapping.view[start : start + size]
 
-    def read(self, offset: int, into: memoryview) -> None:
-        """Fills `into` with what is at `offset`.
+    def close(self) -> None:
+        """Unmaps it."""
+        self._mapping.close()
 
-        Raises:
-            EntryError: there is not so much: a file that has shrunk is an error, and no SIGBUS.
-        """
-        while len(into):
-            count = os.preadv(self._descriptor, [into], offset)
-            if not count:
-                raise EntryError
-            into, offset = into[count:], offset + count
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -129,6 +129,44 @@ def test_committed_blocks_are_write_protected(memfd):
             producer.block(0)
 
 
+@pytest.mark.parametrize("block_bytes", [5000, 1 << 19, (1 << 20) - 1, (1 << 20) + 1])
+def test_batches_cover_all_blocks_and_are_committed_when_the_next_is_asked_for(ends, block_bytes):
+    ours, theirs = ends
+    header = Header(
+        "m", "r", "l", block_tokens=4, block_bytes=block_bytes, block_count=6, first_token=0, token_count=24
+    )
+    descriptor = seals.create("batches", header.buffer_bytes)
+    with (
+        Producer(ours, descriptor, header, passing=True, timeout=1) as producer,
+        Consumer(theirs, max_bytes=1 << 30, timeout=1) as consumer,
+    ):
+        os.close(descriptor)
+        seen = 0
+        for batch in producer.batches():
+            assert batch.start == seen
+            assert len(batch) == 1 or len(batch) * block_bytes <= 1 << 20
+            assert consumer.wait(0, timeout=0) == seen
+            for index in batch:
+                with producer.block(index) as view:
+                    view[0] = index
+            seen = batch.stop
+        assert seen == consumer.wait(6, timeout=1) == 6
+        producer.finish(timeout=1)
+        consumer.finish(timeout=1)
+        for index in range(6):
+            with consumer.block(index) as view:
+                assert view[0] == index
+
+
+def test_a_batch_that_is_left_is_not_committed(ends, memfd):
+    ours, theirs = ends
+    with Producer(ours, memfd, HEADER, passing=True, timeout=1) as producer:
+        for _ in producer.batches():
+            break  # as an error would
+        with Consumer(theirs, max_bytes=MOST, timeout=1) as consumer:
+            assert consumer.wait(0, timeout=0) == 0
+
+
 def test_blocks_are_committed_in_order_and_once(memfd):
     with ProducerBuffer(memfd, HEADER) as producer:
         for count in (0, BLOCKS + 1):

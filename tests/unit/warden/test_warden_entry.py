@@ -1,11 +1,11 @@
 """Sealed entries: the specification once more, golden vectors, and everything that may be done to an entry."""
 
+import fcntl
 import hashlib
 import hmac
 import mmap
 import os
 import secrets
-import weakref
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -17,7 +17,7 @@ from tie.warden import entry
 from tie.warden.entry import HEADER_BYTES, Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
 from tie.warden.keys import ConversationKey, Root
-from tie.warden.media import InFile
+from tie.warden.media import SealedMemory
 
 SECRET = bytes(range(32))
 SALT = bytes(range(100, 132))
@@ -32,14 +32,15 @@ GOLDEN_HEADER = (
 )
 
 
-class Memfd(InFile):
+def stored(data: bytes | bytearray) -> SealedMemory:
     """Bytes where the store has them."""
-
-    def __init__(self, data: bytes | bytearray) -> None:
-        self.descriptor = os.memfd_create("entry")
-        weakref.finalize(self, os.close, self.descriptor)
-        os.pwrite(self.descriptor, data, 0)
-        super().__init__(self.descriptor, len(data))
+    descriptor = seals.create("entry", len(data))
+    try:
+        os.pwrite(descriptor, data, 0)
+        seals.add(descriptor, seals.IMMUTABLE)
+        return SealedMemory(descriptor, len(data))
+    finally:
+        os.close(descriptor)
 
 
 def seal(key: ConversationKey, blocks=BLOCKS, manifest=MANIFEST, kind=Kind.SEGMENT) -> bytearray:
@@ -54,7 +55,7 @@ def seal(key: ConversationKey, blocks=BLOCKS, manifest=MANIFEST, kind=Kind.SEGME
 
 
 def open_all(key: ConversationKey, sealed: bytes, kind=Kind.SEGMENT) -> tuple[bytes, list[bytes]]:
-    opener = Opener(key, kind, Memfd(sealed))
+    opener = Opener(key, kind, stored(sealed))
     blocks = []
     for index in range(opener.shape.block_count):
         into = bytearray(opener.shape.block_bytes)
@@ -137,29 +138,52 @@ def test_through_a_memfd(key):
                 sealer.seal(memoryview(block))
         seals.add(descriptor, seals.IMMUTABLE)
         assert open_all(key, os.pread(descriptor, shape.entry_bytes, 0)) == (MANIFEST, blocks)
-        opener = Opener(key, Kind.SEGMENT, InFile(descriptor, shape.entry_bytes))
-        into = bytearray(4096)
-        for index in (3, 0, 2, 1):
-            opener.open(index, memoryview(into))
-            assert into == blocks[index]
+        with SealedMemory(descriptor, shape.entry_bytes) as memory:
+            opener = Opener(key, Kind.SEGMENT, memory)
+            into = bytearray(4096)
+            for index in (3, 0, 2, 1):
+                opener.open(index, memoryview(into))
+                assert into == blocks[index]
     finally:
         os.close(descriptor)
 
 
-def test_an_entry_that_shrinks_while_it_is_read_is_an_error_and_no_signal(key):
+@pytest.mark.parametrize(
+    "missing", [seals.CONTENT, seals.SIZE, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL]
+)
+def test_what_somebody_could_still_change_is_not_opened(key, missing):
+    """It is decrypted where it lies: neither may its bytes change under the cipher, nor may it shrink (SIGBUS)."""
     sealed = seal(key)
     descriptor = seals.create("entry", len(sealed))
     try:
         os.pwrite(descriptor, sealed, 0)
-        opener = Opener(key, Kind.SEGMENT, InFile(descriptor, len(sealed)))
-        os.ftruncate(descriptor, len(sealed) - BLOCK)
+        seals.add(descriptor, seals.IMMUTABLE & ~missing)
         with pytest.raises(EntryError):
-            opener.open(2, memoryview(bytearray(BLOCK)))
-        os.ftruncate(descriptor, 10)
-        with pytest.raises(EntryError):
-            Opener(key, Kind.SEGMENT, InFile(descriptor, len(sealed)))
+            SealedMemory(descriptor, len(sealed))
     finally:
         os.close(descriptor)
+
+
+def test_memory_that_is_no_memfd_or_of_another_size_is_not_opened(key, tmp_path):
+    sealed = seal(key)
+    descriptor = seals.create("entry", len(sealed))
+    try:
+        os.pwrite(descriptor, sealed, 0)
+        seals.add(descriptor, seals.IMMUTABLE)
+        for size in (0, len(sealed) - 1, len(sealed) + 1):
+            with pytest.raises(EntryError):
+                SealedMemory(descriptor, size)
+    finally:
+        os.close(descriptor)
+    path = tmp_path / "entry"
+    path.write_bytes(sealed)
+    with path.open("rb") as file, pytest.raises(EntryError):
+        SealedMemory(file.fileno(), len(sealed))
+
+
+def test_nobody_can_write_to_what_is_being_opened(key):
+    with stored(seal(key)) as memory, memory.piece(4096, BLOCK) as piece:
+        assert piece.readonly
 
 
 # --- what an adversary may do; whatever it is, the outcome is one and the same ---
@@ -252,9 +276,8 @@ def test_a_key_that_would_decrypt_is_refused_by_the_commitment(key):
 
 def test_what_is_not_authentic_is_left_nowhere(key):
     sealed = seal(key)
-    medium = Memfd(sealed)
-    opener = Opener(key, Kind.SEGMENT, medium)
-    os.pwrite(medium.descriptor, bytes([sealed[piece(1).stop - 1] ^ 1]), piece(1).stop - 1)
+    sealed[piece(1).stop - 1] ^= 1
+    opener = Opener(key, Kind.SEGMENT, stored(sealed))
     into = bytearray(b"x" * BLOCK)
     with pytest.raises(EntryError):
         opener.open(1, memoryview(into))
@@ -291,7 +314,7 @@ def test_misuse_is_an_error_of_the_caller(key):
     sealer.seal(memoryview(BLOCKS[0]))
     with pytest.raises(ValueError, match="too many"):
         sealer.seal(memoryview(BLOCKS[0]))
-    opener = Opener(key, Kind.SEGMENT, Memfd(seal(key)))
+    opener = Opener(key, Kind.SEGMENT, stored(seal(key)))
     for block, size in ((-1, BLOCK), (3, BLOCK), (0, BLOCK - 1)):
         with pytest.raises(ValueError, match="no such block"):
             opener.open(block, memoryview(bytearray(size)))
