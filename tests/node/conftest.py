@@ -1,8 +1,11 @@
 """A real node for each file of tests: `tie up` with the demo model, in a run directory of its own."""
 
 import asyncio
+import dataclasses
 import importlib.util
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from tie.proto import control_pb2
 
 START_S = 180.0
 BACK_S = 90.0
+STOP_S = 30.0
 OVERRIDES = (
     # In bfloat16 a greedy answer may depend on what else is in the batch; the demonstration's test covers that type.
     "runtime.dtype=f32",
@@ -29,7 +33,7 @@ OVERRIDES = (
 
 
 @pytest.fixture(scope="session")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model's bundle; each process that runs tests has its own, since tests count who opens its weights."""
     from tie.cli.assets import demo_bundle
 
@@ -39,6 +43,37 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     worker = os.environ.get("PYTEST_XDIST_WORKER", "tests")
     path = Path(named) / f"demo-bundle-{worker}" if named else tmp_path_factory.mktemp("bundle") / "demo"
     return demo_bundle(path, force=True).directory  # an older version's may be there
+
+
+@pytest.fixture(scope="session")
+def bundle(demo: Path) -> Path:
+    """What the node serves; a file of tests may have another one."""
+    return demo
+
+
+@pytest.fixture(scope="session")
+def tools_bundle(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with a chat template that has a place for tools."""
+    from tie.assets.build import create_bundle, read_source
+
+    source = read_source(demo)
+    template = Path(__file__).with_name("hermes.jinja").read_text()
+    dest = tmp_path_factory.mktemp("bundle") / "tools"
+    return create_bundle(dataclasses.replace(source, chat_template=template), dest, model=source.name).directory
+
+
+@pytest.fixture(scope="module")
+def proxy_url(running_node: LocalNode) -> Iterator[str]:
+    """The base URL of a `tie proxy` before the node, started as its users start it; it says nothing but that."""
+    command = [sys.executable, "-P", "-m", "tie.cli.main", "proxy", "--port", "0"]
+    command += ["--run-dir", str(running_node.run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        yield next(word for word in process.stdout.readline().split() if word.startswith("http://"))
+        process.terminate()
+        assert process.wait(STOP_S) == 0
+        assert process.stdout.read() + process.stderr.read() == ""
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ _COMMANDS = {
     "recycle": ("tie.cli.operate:recycle", "Replace the runtime by a fresh one."),
     "maintenance": ("tie.cli.operate:maintenance", "Take the node out of service, or back in."),
     "metrics": ("tie.cli.operate:metrics", "Print the metrics of all daemons."),
+    "proxy": ("tie.cli.proxy:proxy", "Serve OpenAI's API on this machine."),
     "bench": ("tie.cli.bench:bench", "Measure how fast a node answers."),
     "install": ("tie.cli.install.command:install", "Put a node on this machine, run by systemd."),
     "uninstall": ("tie.cli.install.command:uninstall", "Take it away again."),

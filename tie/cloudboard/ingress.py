@@ -16,16 +16,17 @@ import time
 from google.protobuf import json_format
 
 from tie.cloudboard import sealed_body
-from tie.cloudboard.http.exchange import DisconnectedError, Exchange
 from tie.cloudboard.ingress_metrics import IngressMetrics
 from tie.cloudboard.job import Job
 from tie.cloudboard.registry import Registry
-from tie.cloudboard.replies import RefusedRequestError
+from tie.cloudboard.replies import reply
 from tie.cloudboard.standby import StandbyPool
 from tie.cloudboard.statements import NoStatementError, Statements
 from tie.cloudboard.uploads import Upload, Uploads
 from tie.daemon import log
 from tie.daemon.config import NodeConfig
+from tie.http.exchange import DisconnectedError, Exchange
+from tie.http.reply import RefusedRequestError
 from tie.proto import envelope_pb2
 
 
@@ -66,7 +67,7 @@ class Ingress:
         except Exception as error:  # noqa: BLE001 (whatever it was, the client gets an answer)
             code = "failed"
             log.failure("request.failed", error, request_id=request_id)
-        await (exchange.finish() if exchange.started else exchange.reply(code))
+        await (exchange.finish() if exchange.started else exchange.reply(reply(code)))
         return code
 
     async def _dispatch(self, exchange: Exchange, request_id: str) -> str:

@@ -2,10 +2,10 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from tie.cloudboard.http.server import Server
 from tie.cloudboard.registry import Registry
 from tie.cloudboard.standby import StandbyPool
 from tie.cloudboard.uploads import Uploads
+from tie.http.server import Server
 
 
 class IngressMetrics:

@@ -5,13 +5,14 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from tie.cloudboard.http.exchange import Exchange
-from tie.cloudboard.replies import JOB_CODES, UNREAD, RefusedRequestError
+from tie.cloudboard.replies import JOB_CODES, UNREAD
 from tie.cloudboard.standby import Jobhelper, NoJobhelperError, StandbyPool
 from tie.cloudboard.uploads import Upload
 from tie.daemon import log
 from tie.daemon.errors import PeerError, PeerTimeoutError
 from tie.envelope.frames import frame
+from tie.http.exchange import Exchange
+from tie.http.reply import RefusedRequestError
 from tie.proto import envelope_pb2
 
 _STEP_BYTES: Final = 64 * 1024  # of a request on its way to a jobhelper

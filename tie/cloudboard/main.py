@@ -1,32 +1,21 @@
 """tie-cloudboard, the reference CloudBoard: the node's registry on a Unix socket, the ingress on loopback."""
 
 import socket
-from typing import Final
 
 import grpc.aio
 
 from tie.cloudboard import keys
-from tie.cloudboard.http.limits import Limits
-from tie.cloudboard.http.server import Server, affordable
 from tie.cloudboard.ingress import Ingress
 from tie.cloudboard.registry import Registry, Servicer
+from tie.cloudboard.replies import reply
 from tie.cloudboard.standby import StandbyPool
 from tie.cloudboard.statements import Statements
 from tie.daemon import log, rpc, service
 from tie.daemon.config import CloudBoardConfig, NodeConfig
-from tie.daemon.errors import ConfigError
+from tie.http import listening
+from tie.http.limits import Limits
+from tie.http.server import Server, affordable
 from tie.proto import cloudboard_pb2_grpc
-
-# Of the connections, which have them from the listening socket. Peers that vanish without a word are noticed by the
-# kernel: where nothing is under way by its probes, else because they do not acknowledge what they were sent.
-_OPTIONS: Final = (
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
-)
 
 
 async def serve(config: NodeConfig, lifetime: service.Lifetime) -> None:
@@ -42,15 +31,15 @@ async def serve(config: NodeConfig, lifetime: service.Lifetime) -> None:
     def register(server: grpc.aio.Server) -> None:
         cloudboard_pb2_grpc.add_CloudBoardServicer_to_server(Servicer(registry), server)
 
-    with listen(config.cloudboard) as listening:
+    with listen(config.cloudboard) as bound:
         async with rpc.connect(config.sockets.kps) as kps:
             ingress = Ingress(config, registry, pool, Statements(kps), keys.read_statement_public(config))
-            server = Server(ingress, limits(config.cloudboard))
+            server = Server(ingress, limits(config.cloudboard), reply)
             ingress.metrics.watch(server)
             async with rpc.serve(config.sockets.node, register, metrics=ingress.metrics.text), pool.running():
-                log.event("ingress.listening", port=listening.getsockname()[1])
+                log.event("ingress.listening", port=bound.getsockname()[1])
                 lifetime.ready(config.sockets.node)
-                await server.serve(listening, lifetime.stopping)
+                await server.serve(bound, lifetime.stopping)
 
 
 def listen(config: CloudBoardConfig) -> socket.socket:
@@ -59,20 +48,7 @@ def listen(config: CloudBoardConfig) -> socket.socket:
     Raises:
         ConfigError: the address is in use or not this machine's.
     """
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for level, option, value in _OPTIONS:
-            listening.setsockopt(level, option, value)
-        listening.bind((config.host, config.port))
-        listening.listen()  # who comes before the server accepts waits for it
-    except OSError as error:
-        listening.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}", hint="set cloudboard.port in node.toml"
-        ) from error
-    return listening
+    return listening.listen(config.host, config.port, hint="set cloudboard.port in node.toml")
 
 
 def limits(config: CloudBoardConfig) -> Limits:

@@ -6,39 +6,39 @@ from typing import Final
 
 import msgspec
 
-from tie.daemon.errors import TieError
+from tie.http.reply import Reply
 from tie.proto import envelope_pb2
 
 RETRY_AFTER_S: Final = 1
 
 
 @dataclass(frozen=True)
-class Reply:
+class Text:
     """An HTTP status and a fixed text."""
 
     status: int
     message: str
 
 
-REPLIES: Final = MappingProxyType(
+TEXTS: Final = MappingProxyType(
     {
-        "bad_request": Reply(400, "what arrived is not HTTP as this server speaks it"),
-        "bad_frame": Reply(400, "the request body is not a header frame followed by segment frames"),
-        "bad_version": Reply(400, "the sealed protocol's version is not served here"),
-        "truncated": Reply(400, "the request ended before its last segment"),
-        "refused": Reply(400, "the sealed request does not open"),
-        "not_found": Reply(404, "no such resource"),
-        "unknown_node": Reply(404, "the request is sealed for another node"),
-        "bad_method": Reply(405, "this resource does not take this method"),
-        "timeout": Reply(408, "the request stopped arriving"),
-        "unknown_key": Reply(409, "the node has another key now: fetch its statement again and seal anew"),
-        "replayed": Reply(409, "this envelope has been used before: seal anew"),
-        "too_large": Reply(413, "the request is over the node's limit"),
-        "headers_too_large": Reply(431, "the request's head is over the server's limit"),
-        "failed": Reply(502, "the node lost the request"),
-        "busy": Reply(503, "the node takes no requests now: try another, or again"),
-        "unavailable": Reply(503, "the node's key protection service does not answer: try again"),
-        "deadline": Reply(504, "the request took too long"),
+        "bad_request": Text(400, "what arrived is not HTTP as this server speaks it"),
+        "bad_frame": Text(400, "the request body is not a header frame followed by segment frames"),
+        "bad_version": Text(400, "the sealed protocol's version is not served here"),
+        "truncated": Text(400, "the request ended before its last segment"),
+        "refused": Text(400, "the sealed request does not open"),
+        "not_found": Text(404, "no such resource"),
+        "unknown_node": Text(404, "the request is sealed for another node"),
+        "bad_method": Text(405, "this resource does not take this method"),
+        "timeout": Text(408, "the request stopped arriving"),
+        "unknown_key": Text(409, "the node has another key now: fetch its statement again and seal anew"),
+        "replayed": Text(409, "this envelope has been used before: seal anew"),
+        "too_large": Text(413, "the request is over the node's limit"),
+        "headers_too_large": Text(431, "the request's head is over the server's limit"),
+        "failed": Text(502, "the node lost the request"),
+        "busy": Text(503, "the node takes no requests now: try another, or again"),
+        "unavailable": Text(503, "the node's key protection service does not answer: try again"),
+        "deadline": Text(504, "the request took too long"),
     }
 )
 
@@ -59,14 +59,9 @@ JOB_CODES: Final = MappingProxyType(
 )
 
 
-class RefusedRequestError(TieError):
-    """A request ends with a reply of the table."""
-
-    def __init__(self, code: str) -> None:
-        super().__init__(REPLIES[code].message)
-        self.code = code
-
-
-def body(code: str) -> bytes:
-    """The JSON body of a reply."""
-    return msgspec.json.encode({"error": code, "message": REPLIES[code].message})
+def reply(code: str) -> Reply:
+    """The reply of a code."""
+    text = TEXTS[code]
+    body = msgspec.json.encode({"error": code, "message": text.message})
+    headers = ((b"retry-after", b"%d" % RETRY_AFTER_S),) if text.status == 503 else ()
+    return Reply(text.status, body, headers)

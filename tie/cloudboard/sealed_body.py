@@ -3,14 +3,14 @@
 from collections.abc import AsyncIterator
 from typing import Final
 
-from tie.cloudboard.http.exchange import Exchange
-from tie.cloudboard.replies import RefusedRequestError
 from tie.cloudboard.uploads import Upload
 from tie.daemon import frames
 from tie.daemon.errors import ProtocolError
 from tie.envelope import sealing
 from tie.envelope.frames import FrameSplitter
 from tie.envelope.stream import Direction
+from tie.http.exchange import Exchange
+from tie.http.reply import RefusedRequestError
 from tie.proto import envelope_pb2
 
 _MAX_MODEL_CHARACTERS: Final = 256

@@ -3,11 +3,11 @@
 from types import TracebackType
 from typing import Final, Self
 
-from tie.cloudboard.http.limits import Pace
-from tie.cloudboard.replies import RefusedRequestError
 from tie.daemon.config import NodeConfig
 from tie.envelope.frames import frame
 from tie.envelope.stream import TAG_BYTES, Direction
+from tie.http.limits import Pace
+from tie.http.reply import RefusedRequestError
 from tie.proto import envelope_pb2
 
 _SPARE: Final = 8  # a buffer that grows is up to one part in so many larger than what it holds

@@ -100,7 +100,7 @@ class Attempts:
         try:
             yield
         except (NodeBusyError, UnreachableError) as error:
-            if not _untouched(error):
+            if not untouched(error):
                 raise
             self._refusals.append(error)
         else:
@@ -112,7 +112,7 @@ class Attempts:
         return next((error for error in self._refusals if isinstance(error, NodeBusyError)), self._refusals[0])
 
 
-def _untouched(error: NodeBusyError | UnreachableError) -> bool:
+def untouched(error: NodeBusyError | UnreachableError) -> bool:
     """Whether nobody can have read anything of the request that failed so: only then may another node get it.
 
     "busy" is said before the envelope is opened. A connection that broke tells nothing once the request was on its way.

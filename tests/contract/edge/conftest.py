@@ -5,6 +5,7 @@ Jobhelpers are real processes, one for each connection, started as a socket unit
 
 import asyncio
 import contextlib
+import math
 import shutil
 import socket
 import subprocess
@@ -50,8 +51,8 @@ class AppRun:
         usage = app_pb2.Usage(prompt_tokens=3, completion_tokens=2)
         await self.say(app_pb2.AppOut(done=app_pb2.Done(status=status, finish=finish, usage=usage, detail=detail)))
 
-    async def next(self) -> app_pb2.AppIn | None:
-        return await frames.read_message(self.reader, app_pb2.AppIn, limit=1 << 20, timeout=DEADLINE_S)
+    async def next(self, idle: float = DEADLINE_S) -> app_pb2.AppIn | None:
+        return await frames.read_message(self.reader, app_pb2.AppIn, limit=1 << 20, timeout=DEADLINE_S, idle=idle)
 
     async def request(self) -> request_pb2.InferenceRequest | None:
         """The whole request; None when the other side stopped before its end."""
@@ -180,7 +181,7 @@ class Edge:
         self._apps.add(task)
         try:
             await run.say(app_pb2.AppOut(ready=app_pb2.Ready()))
-            first = await run.next()
+            first = await run.next(idle=math.inf)
             if first is not None:
                 assert first.HasField("open")
                 run.opened = first.open

@@ -5,12 +5,13 @@ import socket
 
 import pytest
 
-from tie.cloudboard.http.exchange import Exchange
-from tie.cloudboard.http.limits import Limits
-from tie.cloudboard.http.server import Server
+from tie.cloudboard.replies import reply
 from tie.device import AsyncClient, Client
 from tie.device.errors import NodeBusyError, NodeFailedError, TruncatedError, UnreachableError
 from tie.envelope.statement import StatementError
+from tie.http.exchange import Exchange
+from tie.http.limits import Limits
+from tie.http.server import Server
 from tie.proto import app_pb2, cloudboard_pb2
 
 HELLO = [{"role": "user", "content": "hello there"}]
@@ -119,7 +120,7 @@ async def test_a_connection_that_breaks_after_the_request_was_sent_goes_nowhere_
 async def _serve(handler, stopping: asyncio.Event, port: "asyncio.Future[int]") -> None:
     listening = socket.create_server(("127.0.0.1", 0))
     port.set_result(listening.getsockname()[1])
-    await Server(handler, Limits()).serve(listening, stopping)
+    await Server(handler, Limits(), reply).serve(listening, stopping)
 
 
 async def test_a_node_of_another_fleet_is_an_error_and_not_passed_over(make_edge) -> None:

@@ -12,11 +12,12 @@ import h2.connection
 import h2.events
 import pytest
 
-from tie.cloudboard.http.exchange import DisconnectedError, Exchange
-from tie.cloudboard.http.limits import Limits, Pace
-from tie.cloudboard.http.rooms import Room
-from tie.cloudboard.http.server import Server
-from tie.cloudboard.replies import RefusedRequestError
+from tie.cloudboard.replies import reply as reply_of
+from tie.http.exchange import DisconnectedError, Exchange
+from tie.http.limits import Limits, Pace
+from tie.http.reply import RefusedRequestError
+from tie.http.rooms import Room
+from tie.http.server import Server
 
 DEADLINE_S = 60.0
 PACE = Pace(idle_s=DEADLINE_S, whole_s=DEADLINE_S)
@@ -59,7 +60,7 @@ class Web:
             try:
                 await self.handler(exchange)
             except RefusedRequestError as refusal:
-                await exchange.reply(refusal.code)
+                await exchange.reply(reply_of(refusal.code))
         except asyncio.CancelledError:
             self.ended.append("cancelled")
             raise
@@ -110,7 +111,7 @@ async def make_web() -> AsyncIterator[Callable[..., Awaitable[Web]]]:
             listening.bind(("127.0.0.1", 0))
             listening.listen()
             web.port = listening.getsockname()[1]
-            web.server = Server(web.handle, Limits(**limits))  # type: ignore[arg-type]
+            web.server = Server(web.handle, Limits(**limits), reply_of)  # type: ignore[arg-type]
             web.serving = asyncio.create_task(web.server.serve(listening, web.stopping))
             stack.push_async_callback(web.stop)
             return web

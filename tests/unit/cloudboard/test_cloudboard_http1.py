@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from tie.cloudboard.http.exchange import Exchange
-from tie.cloudboard.http.limits import Pace
-from tie.cloudboard.http.rooms import Room
+from tie.cloudboard.replies import reply as reply_of
+from tie.http.exchange import Exchange
+from tie.http.limits import Pace
+from tie.http.rooms import Room
 
 GET = b"GET /x?y HTTP/1.1\r\nhost: node\r\n\r\n"
 LAST = b"GET /x HTTP/1.1\r\nhost: node\r\nconnection: close\r\n\r\n"
@@ -63,7 +64,7 @@ async def test_a_client_that_waits_to_be_asked_for_its_body(web) -> None:
 
 async def test_a_refused_body_is_not_asked_for(web) -> None:
     async def refuse(exchange: Exchange) -> None:
-        await exchange.reply("busy")
+        await exchange.reply(reply_of("busy"))
 
     web.handler = refuse
     data = await web.say(b"POST / HTTP/1.1\r\nhost: node\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n")

@@ -8,9 +8,10 @@ import pytest
 from h2.errors import ErrorCodes
 from hyperframe.frame import ContinuationFrame, HeadersFrame, PingFrame, RstStreamFrame
 
-from tie.cloudboard.http.exchange import Exchange
-from tie.cloudboard.http.http2 import PREFACE
-from tie.cloudboard.http.rooms import Room
+from tie.cloudboard.replies import reply as reply_of
+from tie.http.exchange import Exchange
+from tie.http.http2 import PREFACE
+from tie.http.rooms import Room
 
 DEADLINE_S = 60.0
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
@@ -82,7 +83,7 @@ async def test_one_stream_is_reset_and_the_other_goes_on(web, http2) -> None:
 
 async def test_late_data_for_a_refused_stream_leaves_the_others_alone(web, http2) -> None:
     async def refuse(exchange: Exchange) -> None:
-        await (exchange.reply("busy") if exchange.method == "POST" else hold(exchange))
+        await (exchange.reply(reply_of("busy")) if exchange.method == "POST" else hold(exchange))
 
     web.handler = refuse
     client = await http2(web.port)
@@ -105,7 +106,7 @@ async def test_a_refused_upload_that_does_not_end_is_reset(make_web, http2) -> N
     web = await make_web(linger_s=0.2)
 
     async def refuse(exchange: Exchange) -> None:
-        await exchange.reply("busy")
+        await exchange.reply(reply_of("busy"))
 
     web.handler = refuse
     client = await http2(web.port)
@@ -295,7 +296,7 @@ async def test_more_streams_on_all_connections_than_allowed(make_web, http2) -> 
     web = await make_web(all_streams=3, linger_s=DEADLINE_S)
 
     async def refuse(exchange: Exchange) -> None:
-        await (exchange.reply("busy") if exchange.method == "POST" else hold(exchange))
+        await (exchange.reply(reply_of("busy")) if exchange.method == "POST" else hold(exchange))
 
     web.handler = refuse
     working, lingering, late = [await http2(web.port) for _ in range(3)]

@@ -11,12 +11,13 @@ import h2.connection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tie.cloudboard.http.connection import Connection
-from tie.cloudboard.http.exchange import Exchange
-from tie.cloudboard.http.http2 import PREFACE
-from tie.cloudboard.http.limits import Limits, Pace
-from tie.cloudboard.http.server import Server
-from tie.cloudboard.replies import RefusedRequestError
+from tie.cloudboard.replies import reply as reply_of
+from tie.http.connection import Connection
+from tie.http.exchange import Exchange
+from tie.http.http2 import PREFACE
+from tie.http.limits import Limits, Pace
+from tie.http.reply import RefusedRequestError
+from tie.http.server import Server
 
 EXAMPLES = settings(max_examples=400, deadline=None)
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
@@ -29,7 +30,7 @@ async def echo(exchange: Exchange) -> None:
         await exchange.write(body)
         await exchange.finish()
     except RefusedRequestError as refusal:
-        await exchange.reply(refusal.code)
+        await exchange.reply(reply_of(refusal.code))
 
 
 def send(pieces: Iterable[bytes]) -> bytes:
@@ -39,7 +40,7 @@ def send(pieces: Iterable[bytes]) -> bytes:
         loop = asyncio.get_running_loop()
         faults: list[dict[str, Any]] = []
         loop.set_exception_handler(lambda _, context: faults.append(context))
-        server = Server(echo, Limits())
+        server = Server(echo, Limits(), reply_of)
         theirs, ours = socket.socketpair()
         await loop.connect_accepted_socket(lambda: Connection(server), theirs)
         reader, writer = await asyncio.open_connection(sock=ours)

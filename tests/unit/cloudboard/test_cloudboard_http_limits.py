@@ -7,9 +7,9 @@ from h2.errors import ErrorCodes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tie.cloudboard.http.frame_guard import FloodError, FrameGuard
-from tie.cloudboard.http.limits import Pace
-from tie.cloudboard.http.rooms import Room, Rooms
+from tie.http.frame_guard import FloodError, FrameGuard
+from tie.http.limits import Pace
+from tie.http.rooms import Room, Rooms
 
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 PING = b"\0\0\x08\6\0\0\0\0\0" + bytes(8)

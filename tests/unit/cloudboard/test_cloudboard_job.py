@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tie.cloudboard import standby
-from tie.cloudboard.http.exchange import Exchange
 from tie.cloudboard.job import Job
 from tie.cloudboard.registry import Registry
-from tie.cloudboard.replies import RefusedRequestError
 from tie.cloudboard.standby import StandbyPool
 from tie.cloudboard.uploads import Uploads
 from tie.daemon import frames
 from tie.daemon.config import NodeConfig
+from tie.http.exchange import Exchange
+from tie.http.reply import RefusedRequestError
 from tie.proto import envelope_pb2
 
 DEADLINE_S = 60.0

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tie.cloudboard.http.server import affordable
 from tie.cloudboard.main import limits, listen
 from tie.daemon.config import CloudBoardConfig
 from tie.daemon.errors import ConfigError
+from tie.http.server import affordable
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

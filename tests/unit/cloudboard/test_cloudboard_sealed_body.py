@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tie.cloudboard import sealed_body
-from tie.cloudboard.http.exchange import Exchange
-from tie.cloudboard.replies import RefusedRequestError
 from tie.cloudboard.uploads import Upload, Uploads
 from tie.daemon import frames
 from tie.daemon.config import AppConfig, CloudBoardConfig, NodeConfig
 from tie.envelope import sealing
 from tie.envelope.frames import FrameSplitter, frame
 from tie.envelope.stream import Direction
+from tie.http.exchange import Exchange
+from tie.http.reply import RefusedRequestError
 from tie.proto import envelope_pb2
 
 HEADER = envelope_pb2.SealedIn(
@@ -189,10 +189,10 @@ def test_more_segments_than_a_request_of_that_size_has() -> None:
 GREEDY = """
 import asyncio, sys
 from tie.cloudboard import sealed_body
-from tie.cloudboard.replies import RefusedRequestError
 from tie.cloudboard.uploads import Uploads
 from tie.daemon.config import NodeConfig
 from tie.envelope.frames import frame
+from tie.http.reply import RefusedRequestError
 from tie.proto import envelope_pb2
 
 class Body:

@@ -26,7 +26,7 @@ NODE_ONLY = (
 def test_imports_with_everything_else_blocked() -> None:
     block = f"import sys\nfor name in {NODE_ONLY!r}: sys.modules[name] = None\n"
     code = block + (
-        "import tie.device\n"
+        "import tie.device, tie.device.proxy.service, tie.cli.proxy\n"
         "with tie.device.Client('http://127.0.0.1:1', bytes(32)) as client:\n"
         "    print(client.statement_key == bytes(32))\n"
     )

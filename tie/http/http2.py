@@ -22,11 +22,11 @@ from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 from hyperframe.frame import GoAwayFrame
 
-from tie.cloudboard.http.contracts import Host, Line
-from tie.cloudboard.http.exchange import Exchange, Headers
-from tie.cloudboard.http.frame_guard import FloodError, FrameGuard
-from tie.cloudboard.http.limits import CONNECTION_WINDOW_BYTES, FRAME_BYTES, HEAD_BYTES, WINDOW_BYTES
-from tie.cloudboard.http.rooms import Room
+from tie.http.contracts import Host, Line
+from tie.http.exchange import Exchange, Headers
+from tie.http.frame_guard import FloodError, FrameGuard
+from tie.http.limits import CONNECTION_WINDOW_BYTES, FRAME_BYTES, HEAD_BYTES, WINDOW_BYTES
+from tie.http.rooms import Room
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # section 3.4
 _CONFIG: Final = H2Configuration(client_side=False, header_encoding=None)

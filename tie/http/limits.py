@@ -1,4 +1,4 @@
-"""Every limit of the ingress's HTTP in one place. Times are seconds, sizes bytes."""
+"""Every limit of a server's HTTP in one place. Times are seconds, sizes bytes."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from tie.cloudboard.http.exchange import Exchange
-from tie.cloudboard.http.limits import Limits
-from tie.cloudboard.http.rooms import Room
+from tie.http.exchange import Exchange
+from tie.http.limits import Limits
+from tie.http.reply import Reply
+from tie.http.rooms import Room
 
 
 class Host(Protocol):
@@ -19,6 +20,9 @@ class Host(Protocol):
     @property
     def draining(self) -> bool:
         """Whether it takes no new requests."""
+
+    def reply(self, code: str) -> Reply:
+        """What is answered to what never became a request."""
 
     def count_streams(self, change: int) -> bool:
         """Counts HTTP/2 streams that begin or end; False, and nothing counted, when there are too many."""

@@ -1,4 +1,4 @@
-"""The ingress's HTTP server: accepts connections within limits, sweeps out the late ones, stops in order."""
+"""The HTTP server: accepts connections within limits, sweeps out the late ones, stops in order."""
 
 import asyncio
 import contextlib
@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from tie.cloudboard.http.connection import Connection
-from tie.cloudboard.http.exchange import Exchange
-from tie.cloudboard.http.limits import Limits
-from tie.cloudboard.http.rooms import Room, Rooms
 from tie.daemon import log
+from tie.http.connection import Connection
+from tie.http.exchange import Exchange
+from tie.http.limits import Limits
+from tie.http.reply import Replies, Reply
+from tie.http.rooms import Room, Rooms
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -23,7 +24,7 @@ _SPARE_DESCRIPTORS: Final = 128  # for whatever the process has open beside conn
 
 
 class Server:
-    """Serves exchanges with `handler`.
+    """Serves exchanges with `handler`; what is no HTTP gets one of `replies`.
 
     Attributes:
         limits: what is allowed.
@@ -32,11 +33,12 @@ class Server:
         displaced: connections that made room for others.
     """
 
-    def __init__(self, handler: Handler, limits: Limits) -> None:
+    def __init__(self, handler: Handler, limits: Limits, replies: Replies) -> None:
         self.limits = limits
         self.draining = False
         self.refused = self.displaced = 0
         self._handler = handler
+        self._replies = replies
         self._streams = 0
         self._connections: set[Connection] = set()
         self._peers: Counter[str] = Counter()
@@ -97,6 +99,10 @@ class Server:
         if room is None or connection in self._connections:
             self._rooms.put(connection, room, asyncio.get_running_loop().time())
 
+    def reply(self, code: str) -> Reply:
+        """What is answered to what never became a request."""
+        return self._replies(code)
+
     def count_streams(self, change: int) -> bool:
         """Counts HTTP/2 streams that begin or end; False, and nothing counted, when there are too many."""
         if change > 0 and self._streams + change > self.limits.all_streams:
@@ -122,7 +128,7 @@ class Server:
         try:
             await self._handler(exchange)
         except Exception as error:  # noqa: BLE001 (one exchange must not end the others' server)
-            log.failure("ingress.exchange-failed", error)
+            log.failure("http.exchange-failed", error)
 
     async def _sweep(self) -> None:
         while True:
@@ -131,7 +137,7 @@ class Server:
                 try:
                     connection.late()
                 except Exception as error:  # noqa: BLE001 (without the sweep nothing here would ever end)
-                    log.failure("ingress.sweep-failed", error)
+                    log.failure("http.sweep-failed", error)
                     connection.abort()
 
     async def _drain(self) -> None:

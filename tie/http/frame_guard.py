@@ -11,7 +11,7 @@ from typing import Final
 
 from h2.errors import ErrorCodes
 
-from tie.cloudboard.http.limits import FRAME_BYTES, HEAD_BYTES
+from tie.http.limits import FRAME_BYTES, HEAD_BYTES
 
 _DATA, _HEADERS, _PRIORITY, _RST_STREAM, _SETTINGS, _PUSH, _PING, _GOAWAY, _WINDOW_UPDATE, _CONTINUATION = range(10)
 _COST: Final = {_HEADERS: 1, _RST_STREAM: 10, _SETTINGS: 10, _WINDOW_UPDATE: 1, _CONTINUATION: 4}

@@ -1,4 +1,4 @@
-"""One HTTP request and its response, as the ingress sees them, over either version of HTTP."""
+"""One HTTP request and its response, as the application sees them, over either version of HTTP."""
 
 import asyncio
 import email.utils
@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from tie.cloudboard.http.limits import Pace
-from tie.cloudboard.replies import REPLIES, RETRY_AFTER_S, RefusedRequestError, body
+from tie.http.limits import Pace
+from tie.http.reply import RefusedRequestError, Reply
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -39,7 +39,7 @@ class Stream(Protocol):
 
 
 class Exchange:
-    """One request. The connection feeds it; the ingress reads it and answers.
+    """One request. The connection feeds it; the application reads it and answers.
 
     A client that goes away cancels the task that serves the exchange.
 
@@ -140,11 +140,10 @@ class Exchange:
         self.ended = True
         self._stream.end()
 
-    async def reply(self, code: str) -> None:
-        """Sends a whole reply of the table."""
-        text = body(code)
-        await self.start("application/json", status=REPLIES[code].status, headers=reply_headers(code, text))
-        await self.write(text)
+    async def reply(self, reply: Reply) -> None:
+        """Sends a whole reply."""
+        await self.start("application/json", status=reply.status, headers=reply_headers(reply))
+        await self.write(reply.body)
         await self.finish()
 
     def feed(self, data: bytes, size: int) -> None:
@@ -165,7 +164,7 @@ class Exchange:
         self._writable.set()
 
     def close(self) -> None:
-        """The ingress is done with it: what has not been read never will be."""
+        """The application is done with it: what has not been read never will be."""
         self._dropping = True
         while self._body:
             self._stream.took(self._body.popleft()[1])
@@ -179,9 +178,6 @@ def beginning(content_type: str) -> list[tuple[bytes, bytes]]:
     return [(b"date", date.encode()), (b"content-type", content_type.encode()), (b"cache-control", b"no-store")]
 
 
-def reply_headers(code: str, text: bytes) -> list[tuple[bytes, bytes]]:
-    """The headers of a reply of the table, beside those that every response has."""
-    headers = [(b"content-length", b"%d" % len(text))]
-    if REPLIES[code].status == 503:
-        headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
-    return headers
+def reply_headers(reply: Reply) -> list[tuple[bytes, bytes]]:
+    """The headers of a reply, beside those that every response has."""
+    return [(b"content-length", b"%d" % len(reply.body)), *reply.headers]

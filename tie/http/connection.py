@@ -1,13 +1,13 @@
-"""One TCP connection of the ingress: finds out which HTTP it speaks, and holds what both versions need."""
+"""One TCP connection: finds out which HTTP it speaks, and holds what both versions need."""
 
 import asyncio
 from typing import Protocol, cast
 
-from tie.cloudboard.http.contracts import Host, Speaker
-from tie.cloudboard.http.http1 import Http1
-from tie.cloudboard.http.http2 import PREFACE, Http2
-from tie.cloudboard.http.limits import WRITE_BUFFER_BYTES
-from tie.cloudboard.http.rooms import Room
+from tie.http.contracts import Host, Speaker
+from tie.http.http1 import Http1
+from tie.http.http2 import PREFACE, Http2
+from tie.http.limits import WRITE_BUFFER_BYTES
+from tie.http.rooms import Room
 
 
 class Registrar(Host, Protocol):

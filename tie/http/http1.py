@@ -5,11 +5,10 @@ from typing import Final
 
 import h11
 
-from tie.cloudboard.http.contracts import Host, Line
-from tie.cloudboard.http.exchange import Exchange, Headers, beginning, reply_headers
-from tie.cloudboard.http.limits import HEAD_BYTES, UNREAD_BYTES
-from tie.cloudboard.http.rooms import Room
-from tie.cloudboard.replies import REPLIES, body
+from tie.http.contracts import Host, Line
+from tie.http.exchange import Exchange, Headers, beginning, reply_headers
+from tie.http.limits import HEAD_BYTES, UNREAD_BYTES
+from tie.http.rooms import Room
 
 _CLOSE: Final = (b"connection", b"close")
 _VERSIONS: Final = (b"1.0", b"1.1")
@@ -172,10 +171,10 @@ class Http1:
 
     def _refuse(self, code: str) -> None:
         """Answers what never became a request."""
-        text = body(code)
-        headers = [*beginning("application/json"), *reply_headers(code, text), _CLOSE]
-        self._send(h11.Response(status_code=REPLIES[code].status, headers=headers))
-        self._send(h11.Data(data=text))
+        reply = self._host.reply(code)
+        headers = [*beginning("application/json"), *reply_headers(reply), _CLOSE]
+        self._send(h11.Response(status_code=reply.status, headers=headers))
+        self._send(h11.Data(data=reply.body))
         self._send(h11.EndOfMessage())
         self._line.linger()
 

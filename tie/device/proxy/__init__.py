@@ -1,0 +1,11 @@
+"""`tie proxy`: OpenAI's API on this machine, for tools that speak it; behind it sealed requests to the nodes.
+
+handler      routes, who may ask, one exchange from its request to its end
+requests     what may be asked, and what is refused by name
+translate    an API request as the sealed protocol has it
+chat         an answer as `/v1/chat/completions` gives it, whole or in chunks
+completions  the same for `/v1/completions`
+failures     what went wrong, as HTTP status and JSON error
+gathering    pieces of an answer that go out together
+service      listens, serves, stops
+"""

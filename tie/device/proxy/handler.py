@@ -1,0 +1,266 @@
+"""Routes, and one exchange from its request to its end.
+
+    POST /v1/chat/completions   GET /v1/models
+    POST /v1/completions        GET /v1/models/MODEL
+
+A stream's status is said with its first event, so that everything that goes wrong before has a status of its own. What
+goes wrong later is an event with an error. Nothing that was asked or answered is logged or kept, but for the names of
+turns (tie.device.turns).
+"""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+from urllib.parse import unquote
+
+import msgspec
+
+from tie.daemon import log
+from tie.daemon.errors import ProtocolError, TieError
+from tie.device.answer import Delta, Result
+from tie.device.async_client import AsyncAnswer, AsyncClient
+from tie.device.proxy import failures, requests, translate
+from tie.device.proxy.access import Access
+from tie.device.proxy.answers import Json
+from tie.device.proxy.chat import ChatAnswer
+from tie.device.proxy.completions import CompletionAnswer
+from tie.device.proxy.failures import ApiError
+from tie.device.proxy.gathering import Gatherer
+from tie.device.turns import Turns
+from tie.http.exchange import DisconnectedError, Exchange
+from tie.http.limits import Pace
+from tie.http.reply import RefusedRequestError, Reply
+from tie.proto import request_pb2
+
+MAX_BODY_BYTES: Final = 32 * 1024 * 1024
+MAX_UNDER_WAY: Final = 64
+_PACE: Final = Pace(idle_s=30.0, whole_s=120.0)
+_MODELS: Final = "/v1/models"
+
+
+class Form(Protocol):
+    """An answer in one of the API's two forms: fed with all that comes."""
+
+    def begin(self) -> list[Json]:
+        """The chunks before any text."""
+
+    def take(self, piece: Delta) -> list[Json]:
+        """The chunks of a piece."""
+
+    def end(self, result: Result) -> list[Json]:
+        """The last chunks."""
+
+    def whole(self, result: Result) -> Json:
+        """The answer in one, after `end`."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose.
+
+    Attributes:
+        models: that may be asked for.
+        access: who may ask.
+        gather_s: how long pieces of a stream are gathered into one event.
+        turns: turn keys of conversations, or None for none.
+    """
+
+    models: tuple[str, ...]
+    access: Access = field(default_factory=Access)
+    gather_s: float = 0.0
+    turns: Turns | None = field(default_factory=Turns)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One request to a node: what goes there, and what becomes of the answer."""
+
+    request: request_pb2.InferenceRequest
+    form: Form
+    asked: requests.Common
+    ended: Callable[[], None] = lambda: None
+
+    @property
+    def count(self) -> int:
+        """Of choices."""
+        return self.asked.n or 1
+
+
+class Handler:
+    """Serves exchanges: `tie.http.server.Server`'s handler.
+
+    Args:
+        client: to the nodes.
+        settings: the user's.
+    """
+
+    def __init__(self, client: AsyncClient, settings: Settings) -> None:
+        self._client = client
+        self._settings = settings
+        self._created = int(time.time())
+        self._under_way = 0
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Serves one exchange; cancelled when its client goes away, which ends the node's work."""
+        with contextlib.suppress(DisconnectedError):
+            error = await self._outcome(exchange)
+            if error is not None:
+                await _fail(exchange, error)
+
+    async def _outcome(self, exchange: Exchange) -> ApiError | None:
+        """Answers; what went wrong, if anything did."""
+        try:
+            await self._dispatch(exchange)
+        except ApiError as error:
+            return error
+        except RefusedRequestError as refusal:
+            return failures.fault(refusal.code)
+        except DisconnectedError:
+            raise
+        except Exception as error:  # noqa: BLE001 (its text may quote the request: only its type and place are logged)
+            log.failure("proxy.failed", error)
+            return failures.internal()
+        return None
+
+    async def _dispatch(self, exchange: Exchange) -> None:
+        self._settings.access.check(exchange)
+        match exchange.method, exchange.path:
+            case "POST", "/v1/chat/completions":
+                with self._place():
+                    await self._chat(exchange)
+            case "POST", "/v1/completions":
+                with self._place():
+                    await self._completion(exchange)
+            case "GET", str(path) if path == _MODELS or path.startswith(_MODELS + "/"):
+                await self._models(exchange, unquote(path.removeprefix(_MODELS).removeprefix("/")))
+            case _, "/v1/chat/completions" | "/v1/completions" | "/v1/models":
+                raise failures.fault("bad_method")
+            case _:
+                raise failures.fault("not_found")
+
+    async def _models(self, exchange: Exchange, name: str) -> None:
+        models = [
+            {"id": model, "object": "model", "created": self._created, "owned_by": "tie"}
+            for model in self._settings.models
+        ]
+        if not name:
+            await _send(exchange, {"object": "list", "data": models})
+            return
+        self._check_model(name)
+        await _send(exchange, next(model for model in models if model["id"] == name))
+
+    async def _chat(self, exchange: Exchange) -> None:
+        asked = requests.decode(await _body(exchange), requests.ChatRequest)
+        self._check_model(asked.model)
+        request, form = translate.chat(asked), ChatAnswer(asked)
+        turns = self._settings.turns
+        if turns is not None:
+            request.turn_key = turns.key(request)
+
+        def remember() -> None:
+            if turns is not None:
+                turns.answered(request, form.messages())
+
+        await self._answer(exchange, _Job(request, form, asked, remember))
+
+    async def _completion(self, exchange: Exchange) -> None:
+        asked = requests.decode(await _body(exchange), requests.CompletionRequest)
+        self._check_model(asked.model)
+        await self._answer(exchange, _Job(translate.completion(asked), CompletionAnswer(asked), asked))
+
+    async def _answer(self, exchange: Exchange, job: "_Job") -> None:
+        accepted = False
+        try:
+            answer = await self._client.send(job.request)
+            accepted = True
+            try:
+                await (self._stream if job.asked.stream else self._whole)(exchange, answer, job)
+            finally:
+                await answer.close()
+        except TieError as error:
+            raise failures.from_error(error, accepted=accepted) from None
+
+    async def _whole(self, exchange: Exchange, answer: AsyncAnswer, job: "_Job") -> None:
+        async for delta in _pieces(answer, job.count):
+            job.form.take(delta)
+        result = await answer.result()
+        job.form.end(result)
+        job.ended()
+        await _send(exchange, job.form.whole(result))
+
+    async def _stream(self, exchange: Exchange, answer: AsyncAnswer, job: "_Job") -> None:
+        async with Gatherer(_pieces(answer, job.count), self._settings.gather_s) as lists:
+            async for deltas in lists:
+                chunks = [] if exchange.started else job.form.begin()
+                for delta in deltas:
+                    chunks += job.form.take(delta)
+                await _write(exchange, chunks)
+        result = await answer.result()
+        chunks = [] if exchange.started else job.form.begin()
+        chunks += job.form.end(result)
+        job.ended()  # before the client can know that it is, and go on
+        await _write(exchange, chunks)
+        await exchange.write(b"data: [DONE]\n\n")
+        await exchange.finish()
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """A place among the requests under way: their bodies and answers are what this process holds."""
+        if self._under_way >= MAX_UNDER_WAY:
+            raise failures.overloaded()
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+
+    def _check_model(self, name: str) -> None:
+        if name not in self._settings.models:
+            raise failures.no_model(name, ", ".join(self._settings.models))
+
+
+def replies(code: str) -> Reply:
+    """What the HTTP server answers by itself."""
+    return failures.fault(code).reply
+
+
+async def _pieces(answer: AsyncAnswer, count: int) -> AsyncIterator[Delta]:
+    async for delta in answer:
+        if delta.index >= count:
+            raise ProtocolError("the answer has a choice that was not asked for")
+        yield delta
+
+
+async def _body(exchange: Exchange) -> bytes:
+    declared = exchange.header(b"content-length")
+    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+        raise failures.fault("too_large")
+    body = bytearray()
+    async for data in exchange.chunks(_PACE):
+        body += data
+        if len(body) > MAX_BODY_BYTES:
+            raise failures.fault("too_large")
+    return bytes(body)
+
+
+async def _send(exchange: Exchange, value: Json) -> None:
+    await exchange.reply(Reply(200, msgspec.json.encode(value)))
+
+
+async def _write(exchange: Exchange, chunks: list[Json]) -> None:
+    """Server-sent events, one for each chunk, in one piece."""
+    if not exchange.started:
+        await exchange.start("text/event-stream; charset=utf-8")
+    data = b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
+    if data:
+        await exchange.write(data)
+
+
+async def _fail(exchange: Exchange, error: ApiError) -> None:
+    if not exchange.started:
+        await exchange.reply(error.reply)
+    elif not exchange.ended:
+        await exchange.write(b"data: " + error.body + b"\n\n")
+        await exchange.finish()
