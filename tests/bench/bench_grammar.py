@@ -1,11 +1,11 @@
 """What a schema costs: tokens per second of the whole engine with one and without, as a ratio within one run.
 
-python tests/bench/bench_grammar.py MODEL.gguf [--streams 8] [--tokens 32] [--rounds 30] [--dtype bf16] [--threads 2]
+python tests/bench/bench_grammar.py [--streams 8] [--tokens 32] [--rounds 30] [--threads 1] [--set KEY=VALUE]
 
 All answers have the same length: without a schema the end token is ignored, and the schema allows no end that early.
 Rounds are short and in random order, and each is compared with the plain one beside it. On a machine that is busy with
-other things, use --threads 1 and look at the last column: the processor time of the step thread, which then does all
-but the masks.
+other things, look at the last column: the processor time of the step thread, which with one thread does all but the
+masks.
 """
 
 import argparse
@@ -13,24 +13,20 @@ import json
 import queue
 import random
 import statistics
-import tempfile
 import time
 from pathlib import Path
 
-from bench_bones import load
+from engine_target import running
 
 from tie.app.schemas import enforceable
-from tie.assets.build import create_bundle, read_source
-from tie.assets.manifest import TOKENIZER_FILE
+from tie.assets.bundle import open_bundle
 from tie.assets.tokenizer import load_tokenizer
+from tie.cli.assets import demo_bundle
+from tie.cli.settings import cache_dir
 from tie.proto import runtime_pb2 as pb
-from tie.runtime.blocks import BlockPool
 from tie.runtime.engine import Engine
-from tie.runtime.grammar_compiler import GrammarCompiler
-from tie.runtime.request import Bounds, check
-from tie.runtime.scheduler import Limits
+from tie.runtime.request import check
 
-BLOCK = 16
 WAIT_S = 600
 PERSON = {
     "type": "object",
@@ -93,46 +89,28 @@ def summary(values: list[tuple[float, float, float]], plain: list[tuple[float, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("--bundle", type=Path, help="model bundle [default: the demo model's]")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "f32"))
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        bundle = create_bundle(read_source(options.model), Path(directory) / "bundle")
-        tokenizer = load_tokenizer(bundle)
-        end_ids = bundle.manifest.tokenizer.end_of_turn_ids
-        vocab_size = bundle.manifest.architecture.vocab_size
-        grammars = GrammarCompiler(bundle.read(TOKENIZER_FILE).decode(), vocab_size, end_ids)
-    blocks = options.streams * (options.tokens // BLOCK + 4)
-    executor = load(options.model, dtype=options.dtype, threads=options.threads, num_blocks=blocks)
-    engine = Engine(
-        executor,
-        BlockPool(blocks, BLOCK),
-        Limits(step_tokens=256, max_running=options.streams, max_waiting=options.streams),
-        Bounds(vocab_size, blocks * BLOCK // options.streams),
-        tokenizer=tokenizer,
-        end_ids=frozenset(end_ids),
-        grammars=grammars,
-        on_failure=lambda: None,
-    )
-    engine.start()
-    prompt = tokenizer.encode("Invent people and list them as JSON.\n")
+    bundle = open_bundle(options.bundle) if options.bundle else demo_bundle(cache_dir() / "demo-bundle")
+    prompt = load_tokenizer(bundle).encode("Invent people and list them as JSON.\n")
     schema = json.dumps({"grammars": [{"json_schema": enforceable(SCHEMA)}]})
     kinds = {"no grammar": None, "any text": "start: /(?s:.{4000,})/", "schema": schema}
     rates: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
-    for place in range(-1, options.rounds):  # the first to warm up
-        for kind in random.sample(sorted(kinds), len(kinds)):
-            rate = run(engine, prompt, options.streams, options.tokens, kinds[kind])
-            if place >= 0:
-                rates[kind].append(rate)
+    overrides = [f"runtime.threads={options.threads}", "runtime.speculation=off", *options.overrides]
+    with running(bundle.directory, overrides) as (service, _):
+        for place in range(-1, options.rounds):  # the first to warm up
+            for kind in random.sample(sorted(kinds), len(kinds)):
+                rate = run(service.engine, prompt, options.streams, options.tokens, kinds[kind])
+                if place >= 0:
+                    rates[kind].append(rate)
     print(f"{'':12}{'from the request on':>34}{'while all decode':>34}{'by processor time':>34}")
     for kind, values in rates.items():
         print(f"{kind:12}" + "".join(summary(values, rates["no grammar"], column) for column in (0, 1, 2)))
-    engine.stop(60)
-    grammars.close()
 
 
 if __name__ == "__main__":
