@@ -27,7 +27,7 @@ def steps(machine: Machine, *, purge: bool) -> list[Removal]:
     units = files.units(systemd)
     users, groups = files.accounts(systemd)
     found: list[Removal] = []
-    if machine.live and any(machine.is_active(unit) for unit in units if "@" not in unit):
+    if any(machine.is_active(unit) for unit in units if "@" not in unit and not unit.endswith(".slice")):
         found.append(Removal("the node stops", lambda: _stop(machine, units)))
     where = [] if machine.root == Path("/") else [f"--root={machine.root}"]
     there = [
