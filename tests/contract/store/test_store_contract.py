@@ -3,7 +3,6 @@
 import mmap
 import os
 import secrets
-import time
 
 import pytest
 
@@ -83,7 +82,7 @@ def test_missing_expired_and_dropped_look_alike(store):
         put(client, expired, b"x", ttl_s=0.001)
         put(client, dropped, b"x")
         client.drop(dropped)
-        time.sleep(0.01)
+        wait_for(lambda: client.get(expired) is None)
         channel = client._channel
         replies = set()
         for index in (expired, dropped, random_index()):
