@@ -1,4 +1,4 @@
-"""Pieces that are handed on together: at once without a time, all within it with one, and before an error that follows."""
+"""Pieces that are handed on together: at once without a time, all within it with one, an error after them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,6 +17,7 @@ class Source:
     def __init__(self, *pieces: str, error: Exception | None = None) -> None:
         self.steps = asyncio.Semaphore(0)
         self.waiting = asyncio.Event()  # for a step that has not been allowed yet
+        self.ended = asyncio.Event()
         self._pieces = pieces
         self._error = error
 
@@ -27,6 +28,7 @@ class Source:
             await self.steps.acquire()
             self.waiting.clear()
             yield piece
+        self.ended.set()
         if self._error is not None:
             raise self._error
 
@@ -80,12 +82,11 @@ async def test_a_time_that_is_over_ends_a_list() -> None:
 async def test_an_error_comes_after_the_pieces_before_it(seconds: float) -> None:
     source = Source("a", "b", error=ValueError("broken off"))
     source.allow(2)
-    seen = []
     async with asyncio.timeout(DEADLINE_S), Gatherer(source.read(), seconds) as lists:
+        await source.ended.wait()
+        assert await anext(lists) == ["a", "b"]
         with pytest.raises(ValueError, match="broken off"):
-            async for pieces in lists:
-                seen += pieces
-    assert seen == ["a", "b"]
+            await anext(lists)
 
 
 async def test_leaving_early_ends_the_reading() -> None:
