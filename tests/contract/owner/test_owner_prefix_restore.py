@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvxfer import seals
 from kvxfer.header import Header
 from tie.assets.manifest import Architecture, FileEntry, Manifest, SystemPrompt, TokenizerInfo
+from tie.bones.blocks import HostBlocks
 from tie.daemon.errors import PeerDiedError, PeerError
 from tie.proto import owner_pb2 as pb
 from tie.runtime import prefixes
@@ -51,7 +52,7 @@ def manifest(prompts=PROMPTS, **changes) -> Manifest:
     return Manifest(**(fields | changes))
 
 
-class Runtime:
+class Runtime(HostBlocks):
     """The part of one that has to do with prefixes. Its blocks' bytes follow from the tokens up to there."""
 
     def __init__(self, path, *, bundle=None, format=FORMAT, place=None, most_blocks=9) -> None:  # noqa: A002
