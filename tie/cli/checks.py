@@ -24,6 +24,10 @@ _MEMORY_BYTES = 2 * 1024**3
 _COMMAND_S = 30.0
 
 
+_DEVICES = Path("/dev")
+_GPU_DRIVER = Path("/proc/driver/nvidia/version")
+
+
 class Level(StrEnum):
     """How a check came out."""
 
@@ -231,8 +235,8 @@ def ingress(run_dir: Path, host: str, port: int) -> Check:
 
 def gpu() -> Check:
     """NVIDIA devices, their driver, and what computes on them."""
-    devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
-    driver = Path("/proc/driver/nvidia/version")
+    devices = sorted(_DEVICES.glob("nvidia[0-9]*"))
+    driver = _GPU_DRIVER
     if not devices:
         return Check("gpu", Level.NOTE, "none: models run on the CPU", "an NVIDIA GPU with its driver")
     if not driver.exists():

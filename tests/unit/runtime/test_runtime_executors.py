@@ -12,10 +12,11 @@ from tie.bones.arena import TensorEntry
 from tie.bones.batch import Batch, SequenceSlice
 from tie.bones.cuda import executor as cuda
 from tie.bones.errors import DeviceError
-from tie.daemon.config import RuntimeConfig
+from tie.daemon import config as node_config
+from tie.daemon.config import NodeConfig, RuntimeConfig
 from tie.daemon.errors import ConfigError
 from tie.daemon.layout import layout_for
-from tie.runtime import executors
+from tie.runtime import executors, launch
 from tie.runtime.owner_client import Weights
 
 CUDA = RuntimeConfig(executor="cuda", kv_tokens=512, max_running=4)
@@ -101,3 +102,12 @@ def test_a_missing_device_is_told_before_anything_starts(monkeypatch, tmp_path):
         executors.require_gpu()
     (tmp_path / "nvidiactl").touch()
     executors.require_gpu()
+
+
+def test_a_runtime_that_cannot_have_its_gpu_leaves_nothing_behind(monkeypatch, tmp_path):
+    run_dir, path = tmp_path / "run", tmp_path / "node.toml"
+    path.write_bytes(node_config.dump(NodeConfig(run_dir=str(run_dir), runtime=CUDA)))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="PyTorch is not installed"):
+        launch.prepare(path)
+    assert not run_dir.exists()
