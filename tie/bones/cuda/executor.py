@@ -6,6 +6,7 @@ numbers and comes back as one copy of logits.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -25,6 +26,9 @@ from tie.bones.llama import Llama
 
 _DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16}
 _OLDEST: Final = (8, 0)  # compute capability: what computes in bfloat16
+
+# What is computed in the middle of a prompt, where nobody wants logits: some kernels cannot be launched for no rows.
+_FIRST_ROW: Final = np.zeros(1, dtype=np.int64)
 
 Floats = npt.NDArray[np.float32]
 
@@ -143,6 +147,8 @@ class CudaExecutor:
             return self._download(logits[: len(rows.wanted)])
 
     def _mixed(self, rows: Rows) -> Tensor:
+        if not len(rows.wanted):
+            rows = replace(rows, wanted=_FIRST_ROW)
         numbers = number(rows, self.block_tokens)
         sent = self._upload.send(numbers.packed)
         told = inputs(sent, numbers.rows, numbers.wanted)
