@@ -35,8 +35,7 @@ atheris.Fuzz()
 
 def _libfuzzer(target: str, *options: str) -> str:
     """Runs the instrumented target; gives what libFuzzer said."""
-    folders = [str(_HERE), str(_HERE.parent / "helpers")]
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {folders!r}\n{_INNER}", target, *options]
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(_HERE)!r})\n{_INNER}", target, *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     said = done.stdout.decode(errors="replace")
     if done.returncode:

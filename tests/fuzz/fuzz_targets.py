@@ -11,6 +11,7 @@ import itertools
 import os
 import secrets
 import struct
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -23,7 +24,6 @@ from kvxfer.channel import Channel
 from kvxfer.errors import KvxferError
 from kvxfer.header import COMMITTED_OFFSET, HEADER_BYTES, Header
 from kvxfer.pool import BufferPool
-from sealed_entries import stored
 from tie.proto import store_pb2, warden_pb2
 from tie.runtime import kv_blocks
 from tie.store.client import StoreClient, StoreError
@@ -35,6 +35,11 @@ from tie.warden.entry import Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
 from tie.warden.keys import ConversationKey, Root
 from tie.warden.manifest import CacheFormat, Manifest, Segment
+
+# Where this runs as a script there is nobody else who says where the helpers are.
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+
+from sealed_entries import stored
 
 CORPUS = Path(__file__).with_name("corpus")
 PAGE = 4096
@@ -258,14 +263,14 @@ HEAD = _sealed(
 
 
 def entry(data: bytes) -> None:
-    """A sealed entry; byte 0 says what the rest is.
+    """A sealed entry; the lowest bits of byte 0 say what the rest is.
 
     0: patches of an authentic segment; 1: of a head; 2: a header that commits to the right key and lies about the rest;
-    3: an entry; 4 and above: the content of an authentic manifest.
+    3: an entry; 4 to 7: the content of an authentic manifest.
     """
     if not data:
         return
-    mode, rest = data[0], data[1:]
+    mode, rest = data[0] & 7, data[1:]
     if mode >= 4:
         _manifest(rest)
         return

@@ -1,6 +1,7 @@
 """What fuzzing has kept, once more; that the targets can fail; and a few kills (`kills.py` has the campaign)."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,6 +39,13 @@ def test_what_was_found_is_harmless(target):
     inputs = corpus(target)
     assert len(inputs) > len(seeds()[target])
     run(target, inputs)
+
+
+@pytest.mark.parametrize("script", ["fuzz.py", "kills.py"])
+def test_a_campaign_can_be_started_from_anywhere(script, tmp_path):
+    """Outside of pytest nobody says where the helpers are."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), "--help"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60, capture_output=True)
 
 
 def leave(*_):
