@@ -293,18 +293,19 @@ def entry(data: bytes) -> None:
 
 
 def _opened(sealed: bytes, kind: Kind, genuine: bytes) -> None:
-    opener = Opener(KEY, kind, stored(sealed))
-    # Whatever opens was sealed with the key: header and manifest are what they were.
-    assert sealed[: opener.shape.offset(0)] == genuine[: opener.shape.offset(0)]
-    Manifest.decode(opener.manifest, FORMAT)
-    for block in range(opener.shape.block_count):
-        into = bytearray(b"\xff" * opener.shape.block_bytes)
-        try:
-            opener.open(block, memoryview(into))
-        except EntryError:
-            assert not any(into)
-        else:
-            assert into == bytes([block]) * opener.shape.block_bytes
+    with stored(sealed) as memory:  # closes only where the reader has let go of all of it
+        opener = Opener(KEY, kind, memory)
+        # Whatever opens was sealed with the key: header and manifest are what they were.
+        assert sealed[: opener.shape.offset(0)] == genuine[: opener.shape.offset(0)]
+        Manifest.decode(opener.manifest, FORMAT)
+        for block in range(opener.shape.block_count):
+            into = bytearray(b"\xff" * opener.shape.block_bytes)
+            try:
+                opener.open(block, memoryview(into))
+            except EntryError:
+                assert not any(into)
+            else:
+                assert into == bytes([block]) * opener.shape.block_bytes
 
 
 def _manifest(plaintext: bytes) -> None:
