@@ -7,7 +7,6 @@ import mmap
 import os
 import resource
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,8 +16,8 @@ from model_owner import prefix_pool
 from model_owner.pool_memory import PoolRefusedError
 from model_owner.prefix_pool import PrefixPools
 from tie.proto import owner_pb2 as pb
+from waiting import WAIT_S, wait_for
 
-WAIT_S = 30.0
 METADATA = b"opaque to the owner"
 CAPACITY = 4096
 POOL = 4 * mmap.PAGESIZE
@@ -86,10 +85,7 @@ def test_what_was_made_for_one_who_was_cancelled_is_closed(pools, held_up, slow)
     asyncio.run(cancelled())
     assert not pools.fills(pools)
     go_on.set()  # when even the loop is gone
-    deadline = time.monotonic() + WAIT_S
-    while open_descriptors() > before:
-        assert time.monotonic() < deadline, "a descriptor stays open"
-        time.sleep(0.01)
+    wait_for(lambda: open_descriptors() == before, "every descriptor to be closed")
     asyncio.run(filled(pools))  # there is room
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kv_memory import BLOCKS, BYTES, CONTENTS, FORMAT, TOKENS, VOCABULARY, WAIT_S, Collect, fill, promised, wait_for
+from kv_memory import BLOCKS, BYTES, CONTENTS, FORMAT, TOKENS, VOCABULARY, WAIT_S, Collect, fill, promised
 from kvxfer import doorbell, transfer
 from kvxfer.errors import TransferAbortedError
 from kvxfer.transfer import Consumer
@@ -20,6 +20,7 @@ from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.prefix_trie import PrefixTrie
 from tie.runtime.request import Bounds, check
 from tie.runtime.scheduler import Limits as SchedulerLimits
+from waiting import wait_for
 
 
 @pytest.fixture(scope="module")
