@@ -104,7 +104,8 @@ ROOTS: Final = {
         ),
         scripts=("tie-afm-runtime", "tie-status-probe"),
         edges=("owner", "runtime", "engine", "probe"),
-        programs=("bash", "find"),  # Triton starts its Python stub with the one, the unit tidies up with the other
+        # Triton asks sh whether it may run its Python stub, and starts it with bash; the unit tidies up with find.
+        programs=("bash", "sh", "find"),
         files=("etc/passwd", "etc/group", "etc/nsswitch.conf"),
     ),
     "model-owner": Root(
