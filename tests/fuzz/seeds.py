@@ -1,6 +1,7 @@
 """First inputs of each target, made from what the code itself writes. `python tests/fuzz/seeds.py` writes the files."""
 
-from fuzz_targets import CORPUS, EXPECTED, FORMAT, INDICES, PAGE
+from fuzz_entry import FORMAT
+from fuzz_targets import CORPUS, EXPECTED, INDICES, PAGE
 
 from kvxfer.header import Header
 from tie.proto import store_pb2
@@ -57,6 +58,8 @@ def seeds() -> dict[str, list[bytes]]:
             b"\2" + bytes(96),
             b"\3warden\r\n",
             b"\4" + head.encode(),
+            b"\6" + (4096).to_bytes(4, "little"),
+            b"\6" + len(head.encode()).to_bytes(4, "little") + head.encode(),
             b"\4" + Manifest(FORMAT, 4, tuple(range(8)), (), bytes(32)).encode(),
         ],
     }
