@@ -238,8 +238,10 @@ async def test_a_choice_that_nobody_asked_for_is_no_answer(edge, api) -> None:
 
     edge.behaviour = hostile
     for stream in (False, True):
-        with pytest.raises(openai.InternalServerError):
+        with pytest.raises(openai.InternalServerError) as raised:
             await api.chat(stream=stream)
+        assert (raised.value.status_code, raised.value.code) == (502, "bad_answer")
+        assert raised.value.response.headers["x-should-retry"] == "false"
 
 
 async def test_calls_come_as_calls(edge, api) -> None:

@@ -10,8 +10,14 @@ from typing import Final
 
 import msgspec
 
-from tie.daemon.errors import PeerTimeoutError, TieError
-from tie.device.errors import NodeBusyError, NodeFailedError, RequestRefusedError, UnreachableError
+from tie.daemon.errors import PeerTimeoutError, ProtocolError, TieError
+from tie.device.errors import (
+    EnvelopeRefusedError,
+    NodeBusyError,
+    NodeFailedError,
+    RequestRefusedError,
+    UnreachableError,
+)
 from tie.device.nodes import untouched
 from tie.envelope.errors import EnvelopeError
 from tie.envelope.statement import StatementError
@@ -153,7 +159,7 @@ def from_error(error: TieError, *, accepted: bool) -> ApiError:
         error: of `tie.device`. The message quotes the node's detail, which the user alone may see.
         accepted: whether a node had taken the request: then it may have been read, whatever the error says.
     """
-    retry = not accepted and isinstance(error, NodeBusyError | UnreachableError) and untouched(error)
+    retry = not accepted and untouched(error)
     match error:
         case ApiError():
             return error
@@ -171,6 +177,10 @@ def from_error(error: TieError, *, accepted: bool) -> ApiError:
             status, code, kind = 503, "node_unreachable", _SERVER
         case StatementError() | EnvelopeError():
             status, code, kind = 502, "node_not_trusted", _SERVER
+        case EnvelopeRefusedError():
+            status, code, kind = 502, "envelope_refused", _SERVER
+        case ProtocolError():
+            status, code, kind = 502, "bad_answer", _SERVER
         case _:
             status, code, kind = 502, "connection_lost", _SERVER
     return ApiError(status, str(error), kind=kind, code=code, retry=retry)
