@@ -87,6 +87,8 @@ class Edge:
     Attributes:
         behaviour: what the played app does with a request; looked up when one is opened.
         runs: every connection to the app, in order.
+        served: those of them that saw a request, in the order of the requests: of pairs that start together either one
+            may connect first.
         jobhelpers: every process started for a connection.
     """
 
@@ -94,6 +96,7 @@ class Edge:
     config_path: Path
     behaviour: Behaviour = echo
     runs: list[AppRun] = field(default_factory=list)
+    served: list[AppRun] = field(default_factory=list)
     jobhelpers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     acks: list[cloudboard_pb2.NodeAck] = field(default_factory=list)
     _stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
@@ -110,11 +113,6 @@ class Edge:
     @property
     def statement_key(self) -> Path:
         return public_path(self.config.sockets.statement_key)
-
-    @property
-    def served(self) -> list[AppRun]:
-        """The runs that saw a request."""
-        return [run for run in self.runs if run.opened is not None]
 
     def hold(self) -> asyncio.Event:
         """Has the app answer "one ", and "two" once the event is set that this returns."""
@@ -199,6 +197,7 @@ class Edge:
             if first is not None:
                 assert first.HasField("open")
                 run.opened = first.open
+                self.served.append(run)
                 await self.behaviour(run)
         except (ConnectionError, frames.PeerDiedError):
             pass  # the jobhelper went away, which some tests want
