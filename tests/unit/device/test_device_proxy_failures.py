@@ -1,6 +1,7 @@
 """What a request that failed at a node ends with: a status, a code, and whether it may be sent again."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +13,10 @@ from tie.device.errors import (
     TruncatedError,
     UnreachableError,
 )
-from tie.device.proxy.failures import from_error
+from tie.device.proxy.failures import fault, from_error
 from tie.envelope.errors import EnvelopeError
 from tie.envelope.statement import StatementError
+from tie.http.reply import FAULTS
 
 
 @pytest.mark.parametrize(
@@ -45,3 +47,11 @@ def test_a_failure_says_what_it_is_and_whether_to_try_again(
     assert (made.status, made.code, made.retry) == (status, code, again)
     assert json.loads(made.body)["error"]["code"] == code
     assert from_error(error, accepted=True).retry is False
+
+
+@pytest.mark.parametrize("code", FAULTS)
+def test_what_the_http_server_says_by_itself_is_the_apis_json_and_documented(code: str) -> None:
+    made = fault(code)
+    assert (made.status, json.loads(made.body)["error"]["code"]) == (FAULTS[code].status, code)
+    documented = (Path(__file__).parents[3] / "docs" / "proxy.md").read_text()
+    assert [line for line in documented.splitlines() if line.startswith("| 4") and str(made.status) in line]
