@@ -127,7 +127,7 @@ class CloudBoardConfig(_Table, frozen=True):
     max_in_flight: Count = 256
     request_deadline_s: Seconds = 660.0  # from a request's last byte to its answer's
     max_connections: Count = 12_000
-    max_connections_per_peer: Annotated[int, msgspec.Meta(ge=0)] = 0  # from one address; 0: as many as in all
+    max_connections_per_peer: Annotated[int, msgspec.Meta(ge=0)] = 0  # from one address; 0: no limit of its own
     upload_deadline_s: Seconds = 120.0  # for a request to come in
     upload_bytes: Annotated[int, msgspec.Meta(ge=32 * 1024 * 1024)] = 256 * 1024 * 1024  # not yet accepted, in all
 

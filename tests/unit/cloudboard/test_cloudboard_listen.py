@@ -40,6 +40,7 @@ def test_connections_leave_descriptors_for_the_rest() -> None:
         assert most < before[1] - 300
         chosen = limits(CloudBoardConfig(max_connections=200, max_connections_per_peer=50, max_in_flight=7))
         assert (chosen.connections, chosen.connections_per_peer, chosen.streams) == (200, 50, 7)
+        assert limits(CloudBoardConfig()).connections_per_peer == 0  # or one peer's would never make room for its own
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

@@ -34,7 +34,7 @@ from tie.proto import request_pb2
 
 MAX_BODY_BYTES: Final = 32 * 1024 * 1024
 MAX_UNDER_WAY: Final = 64
-_PACE: Final = Pace(idle_s=30.0, whole_s=120.0)
+_PACE: Final = Pace()
 _MODELS: Final = "/v1/models"
 
 R = TypeVar("R", bound=requests.Common)
