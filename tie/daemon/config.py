@@ -206,8 +206,15 @@ def load(path: Path, *, run_dir: str | None = None) -> NodeConfig:
 
 
 def dump(config: NodeConfig) -> bytes:
-    """The TOML text that `load` reads back as the same configuration."""
-    return _to_toml(msgspec.to_builtins(config)).encode()
+    """The TOML text that `load` reads back as the same configuration.
+
+    Raises:
+        ConfigError: a name in it is no UTF-8 (as a directory's may be), which is all that TOML and gRPC know.
+    """
+    try:
+        return _to_toml(msgspec.to_builtins(config)).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError("a name in node.toml is not UTF-8", hint="give the run directory another name") from error
 
 
 def _to_toml(tables: dict[str, object]) -> str:

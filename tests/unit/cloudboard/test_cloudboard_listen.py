@@ -29,6 +29,12 @@ def test_an_address_that_is_taken() -> None:
         listen(CloudBoardConfig(port=listening.getsockname()[1]))
 
 
+@pytest.mark.parametrize("host", ["\udcff", "\0", "ü" * 80, "a..b"])
+def test_a_name_that_no_host_can_have(host: str) -> None:
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        listen(CloudBoardConfig(host=host, port=0))
+
+
 def test_connections_leave_descriptors_for_the_rest() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

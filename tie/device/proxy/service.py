@@ -18,5 +18,5 @@ async def serve(client: AsyncClient, settings: Settings, listening: socket.socke
 
     Answers under way then have a few seconds to end; after that their connections are closed.
     """
-    await Server(Handler(client, settings), LIMITS, replies).serve(listening, stopping)
-    await client.close()
+    async with client:
+        await Server(Handler(client, settings), LIMITS, replies).serve(listening, stopping)
