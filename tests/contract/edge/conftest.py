@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from edge_requests import DEADLINE_S, echo
 from tie.cloudboard import kps, main
 from tie.cloudboard.keys import create_node_keys, public_path
 from tie.daemon import config as node_config
@@ -25,8 +26,6 @@ from tie.daemon.config import AppConfig, CloudBoardConfig, NodeConfig
 from tie.daemon.padding import pad
 from tie.device import AsyncClient
 from tie.proto import app_pb2, cloudboard_pb2, cloudboard_pb2_grpc, metrics_pb2, metrics_pb2_grpc, request_pb2
-
-DEADLINE_S = 60.0
 
 
 @dataclass
@@ -68,16 +67,6 @@ class AppRun:
 
 
 Behaviour = Callable[[AppRun], Awaitable[None]]
-
-
-async def echo(run: AppRun) -> None:
-    """Answers with the text of the request's messages, word by word."""
-    request = await run.request()
-    if request is None:
-        return
-    for word in request.messages[0].parts[0].text.split():
-        await run.text(word + " ")
-    await run.done()
 
 
 @dataclass
@@ -133,9 +122,7 @@ class Edge:
 
     async def stop_kps(self) -> None:
         assert self._kps is not None
-        lifetime, task = self._kps
-        lifetime.stop()
-        await asyncio.wait_for(task, DEADLINE_S)
+        await _stop(*self._kps)
         self._kps = None
 
     async def attach(self) -> None:
@@ -226,9 +213,7 @@ class Edge:
         asyncio.get_running_loop().add_reader(listening, self._accept, listening)
         self._stack.callback(asyncio.get_running_loop().remove_reader, listening)
         await self.start_kps()
-        lifetime, task = await _start(main.serve, self.config)
-        self._stack.push_async_callback(asyncio.wait_for, task, DEADLINE_S)
-        self._stack.callback(lifetime.stop)
+        self._stack.push_async_callback(_stop, *await _start(main.serve, self.config))
         await self.attach()
         await self.report(cloudboard_pb2.STATE_AVAILABLE)
 
@@ -241,7 +226,8 @@ class Edge:
                 process.terminate()
         for process in self.jobhelpers:
             await asyncio.to_thread(process.wait, 20)
-        await asyncio.wait_for(asyncio.gather(*self._apps), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*self._apps)
 
 
 async def _start(
@@ -257,6 +243,12 @@ async def _start(
     if task.done():
         await task
     return lifetime, task
+
+
+async def _stop(lifetime: service.Lifetime, task: "asyncio.Task[None]") -> None:
+    lifetime.stop()
+    async with asyncio.timeout(DEADLINE_S):
+        await task
 
 
 def _free_port() -> int:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from edge_requests import DEADLINE_S, HELLO, ask
 from tie.cloudboard.replies import reply
 from tie.device import AsyncClient, Client
 from tie.device.errors import EnvelopeRefusedError, NodeBusyError, NodeFailedError, TruncatedError, UnreachableError
@@ -16,8 +17,6 @@ from tie.http.limits import Limits, Pace
 from tie.http.server import Server
 from tie.proto import app_pb2, cloudboard_pb2
 
-DEADLINE_S = 60.0
-HELLO = [{"role": "user", "content": "hello there"}]
 NOBODY = "http://127.0.0.1:1"
 
 
@@ -26,10 +25,6 @@ async def pair(make_edge):
     """Two nodes of one fleet."""
     first = await make_edge(standby=0)
     return first, await make_edge(standby=0, fleet=first)
-
-
-async def ask(client: AsyncClient) -> str:
-    return (await (await client.chat(HELLO, model="m")).result()).text
 
 
 async def test_a_busy_node_is_passed_over_and_asked_last_from_then_on(pair) -> None:
