@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from edge_requests import DEADLINE_S, HELLO, ask
+from http_exchanges import PACE
 from tie.cloudboard.replies import reply
 from tie.device import AsyncClient, Client
 from tie.device.errors import EnvelopeRefusedError, NodeBusyError, NodeFailedError, TruncatedError, UnreachableError
 from tie.envelope.statement import StatementError
 from tie.http.exchange import Exchange
-from tie.http.limits import Limits, Pace
+from tie.http.limits import Limits
 from tie.http.server import Server
 from tie.proto import app_pb2, cloudboard_pb2
 
@@ -110,7 +111,7 @@ async def test_a_node_that_has_another_key_each_time_is_passed_over(pair) -> Non
     codes: list[str] = []
 
     async def refuse(exchange: Exchange) -> None:
-        async for _ in exchange.chunks(Pace(idle_s=DEADLINE_S, whole_s=DEADLINE_S)):
+        async for _ in exchange.chunks(PACE):
             pass
         await exchange.reply(reply(codes[-1]))
 
