@@ -273,9 +273,8 @@ async def test_a_conversation_that_goes_on_keeps_its_turn_key(edge, api) -> None
 async def test_turns_are_known_before_the_answer_is_over(edge) -> None:
     turns = Turns()
     async with proxy_of(edge, turns=turns) as api:
-        async for chunk in await api.chat(stream=True):
-            if chunk.choices[0].finish_reason:
-                assert len(turns) == 1
+        known = [len(turns) async for chunk in await api.chat(stream=True) if chunk.choices[0].finish_reason]
+    assert known == [1]
 
 
 async def test_pieces_are_gathered_when_asked_for(edge) -> None:
@@ -339,11 +338,18 @@ async def test_paths_methods_and_sizes(api) -> None:
     writer.close()
 
 
-async def test_nothing_that_is_said_is_logged(edge, api, capfd) -> None:
+async def test_nothing_that_is_said_is_logged(edge, api, capfd, monkeypatch) -> None:
     secret = "xylophone-7391"
     edge.behaviour = says(secret, status=app_pb2.STATUS_INVALID_REQUEST, detail=f"stop[0]: {secret}")
     for body in ({**CHAT, "stop": [secret]}, {**CHAT, secret: 1}, {"model": secret, "messages": HELLO}):
         reply = await api.raw("POST", "/v1/chat/completions", json=body)
         assert secret in reply.text  # the user is told
+
+    def fail(asked: object) -> None:
+        raise ValueError(secret)
+
+    monkeypatch.setattr("tie.device.proxy.translate.chat", fail)
+    assert (await api.raw("POST", "/v1/chat/completions", json=CHAT)).json()["error"]["code"] == "internal_error"
     said = capfd.readouterr()
+    assert "proxy.failed" in said.err
     assert secret not in said.out + said.err
