@@ -143,6 +143,7 @@ def ask(node, waiting, attempt):
         message = pb.GenerateRequest(
             token_ids=prompt("Invent an example and write it as short JSON."),
             grammar=grammar,
+            json=True,
             max_tokens=MAX_TOKENS << attempt,
             sampling=pb.Sampling(temperature=1, seed=1000 * attempt + place),
         )
