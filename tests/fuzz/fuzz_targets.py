@@ -1,4 +1,4 @@
-"""What a fuzzer throws bytes at: everything that reads what another process wrote on the way of a KV cache.
+"""What a fuzzer throws bytes at: everything that reads what another process wrote on the way of a KV cache; the proxy.
 
 Each target takes any bytes, and raises only when the code under it does what it must not. Expected errors are the
 answer to nearly all inputs; what is let through is checked for being what it claims to be.
@@ -11,6 +11,7 @@ import itertools
 import os
 import secrets
 import struct
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -23,7 +24,6 @@ from kvxfer.channel import Channel
 from kvxfer.errors import KvxferError
 from kvxfer.header import COMMITTED_OFFSET, HEADER_BYTES, Header
 from kvxfer.pool import BufferPool
-from sealed_entries import stored
 from tie.proto import store_pb2, warden_pb2
 from tie.runtime import kv_blocks
 from tie.store.client import StoreClient, StoreError
@@ -35,6 +35,12 @@ from tie.warden.entry import Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
 from tie.warden.keys import ConversationKey, Root
 from tie.warden.manifest import CacheFormat, Manifest, Segment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
+from fuzz_proxy import proxy
+
+from sealed_entries import stored
 
 CORPUS = Path(__file__).with_name("corpus")
 PAGE = 4096
@@ -320,4 +326,5 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "store": store,
     "reply": reply,
     "entry": entry,
+    "proxy": proxy,
 }
