@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of one target (atheris, which drives libFuzzer; the extra `fuzz`).
 
-    python tests/fuzz/fuzz.py header|import|store|reply|entry [--runs 1000000] [--seconds 300] [--seed 1] [--keep]
+    python tests/fuzz/fuzz.py header|import|store|reply|entry|proxy [--runs 1000000] [--seconds 300] [--seed 1] [--keep]
 
 Prints executions, coverage and peak memory. An input that breaks something is written beside the working corpus and
 ends the run with its path. --keep takes some of what was found into tests/fuzz/corpus.
@@ -25,7 +25,7 @@ _KEPT = 60
 _INNER = """
 import sys
 import atheris
-with atheris.instrument_imports(include=["kvxfer", "tie.store", "tie.warden", "tie.runtime.kv_blocks"]):
+with atheris.instrument_imports(include=["kvxfer", "tie.store", "tie.warden", "tie.runtime.kv_blocks", "tie.device"]):
     import fuzz_targets
 target = fuzz_targets.TARGETS[sys.argv.pop(1)]
 atheris.Setup(sys.argv, target)

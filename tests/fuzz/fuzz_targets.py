@@ -1,4 +1,4 @@
-"""What a fuzzer throws bytes at: everything that reads what another process wrote on the way of a KV cache.
+"""What a fuzzer throws bytes at: everything that reads what another process wrote on the way of a KV cache; the proxy.
 
 Each target takes any bytes, and raises only when the code under it does what it must not. Expected errors are the
 answer to nearly all inputs; what is let through is checked for being what it claims to be.
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fuzz_entry import entry
+from fuzz_proxy import proxy
 
 from kvxfer import doorbell, seals
 from kvxfer.buffer import ConsumerBuffer
@@ -231,4 +232,5 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "store": store,
     "reply": reply,
     "entry": entry,
+    "proxy": proxy,
 }
