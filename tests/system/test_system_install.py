@@ -199,6 +199,24 @@ def test_a_death_is_mended(node, wait, unit):
     )
 
 
+def test_a_node_that_is_held_out_of_service_stays_there_when_its_controller_dies(node, wait):
+    def at_rest() -> bool:
+        return (
+            json.loads(node.run(INSTALLED, "status", "--json", check=False).stdout or "{}").get("state")
+            == "maintenance"
+        )
+
+    node.run(INSTALLED, "maintenance", "on")
+    wait("the node to be at rest", at_rest, BACK_S)
+    pid = node.show("tie-controllerd.service", "MainPID")["MainPID"]
+    node.run("systemctl", "kill", "--kill-who=main", "--signal=KILL", "tie-controllerd.service")
+    wait("another controller", lambda: node.show("tie-controllerd.service", "MainPID")["MainPID"] not in ("0", pid))
+    wait("the node to be at rest", at_rest, BACK_S)
+    assert try_to_ask(node).returncode == 75
+    node.run(INSTALLED, "maintenance", "off")
+    wait("the node to be available", lambda: available(node), BACK_S)
+
+
 @SLOW
 def test_another_version_loses_no_request_of_four_clients(node):
     key = node.path("/run/tie/keys/statement.pub")
