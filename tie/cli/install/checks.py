@@ -8,7 +8,7 @@ from tie.assets.bundle import open_bundle
 from tie.cli.checks import Check, Level, filesystem
 from tie.cli.install import files, plan
 from tie.cli.install.machine import ASSETS, CONFIG, KEYS, PREFIX, RUN, TARGET, Machine
-from tie.cli.install.steps import names
+from tie.cli.install.system import names
 from tie.daemon import config as node_config
 from tie.daemon.errors import ConfigError, TieError
 

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import click
 
-from tie.cli.install import distributions, files, plan, removal
-from tie.cli.install.exchange import Drain, Restart
-from tie.cli.install.machine import ASSETS, CONFIG, PREFIX, TARGET, Machine
+from tie.cli.install import distributions, files, plan, removal, running
+from tie.cli.install.machine import ASSETS, CONFIG, TARGET, Machine
 from tie.cli.install.roots import ROOTS
-from tie.cli.install.steps import Command, Folder, Link, Step, WriteFiles, carry_out
+from tie.cli.install.steps import Command, carry_out
 
 _ROOT = click.option(
     "--root",
@@ -61,9 +60,10 @@ def install(
         machine.check()
     chosen = tuple(name for name in ROOTS if name in containers) if containers else None
     steps = plan.steps(machine, plan.Wish(gpu=gpu, containers=chosen, bundle=bundle, demo=demo))
-    running = machine.is_active(TARGET)
-    if running and restart != "no":
-        steps = _exchanged(machine, steps, drained=restart == "drained")
+    active = machine.is_active(TARGET)
+    if active and restart != "no":
+        units = files.units(distributions.shared("systemd"))
+        steps = running.arrange(machine, steps, units, drained=restart == "drained")
     if start and machine.live and not machine.is_active(TARGET):
         starting, stopping = ["systemctl", "start", TARGET], ["systemctl", "stop", TARGET]
         steps.append(Command(machine, f"{TARGET} starts", [starting], [stopping]))
@@ -81,22 +81,12 @@ def install(
                 click.echo(f"an older version goes: {tree.says}")
                 tree.do()
     click.echo("installed" if steps else "nothing to do: the machine is as it should be")
-    if steps and running and restart == "no":
+    if steps and active and restart == "no":
         click.echo(f"the node still runs what it began with: systemctl restart {TARGET}")
     if not machine.at(ASSETS / "active").exists():
         click.echo(f"no model yet: tie install --bundle DIRECTORY, or --demo; {CONFIG} names {ASSETS / 'active'}")
     elif machine.live and not machine.is_active(TARGET):
         click.echo(f"start it: systemctl start {TARGET}; look at it: tie doctor, tie status")
-
-
-def _exchanged(machine: Machine, steps: list[Step], *, drained: bool) -> list[Step]:
-    """The same steps, for a node that runs: what takes long comes first, then it is drained, changed and started."""
-    if not any(isinstance(step, WriteFiles) or (isinstance(step, Link) and step.place == PREFIX) for step in steps):
-        return steps
-    units = files.units(distributions.shared("systemd"))
-    long = [step for step in steps if isinstance(step, Folder)]
-    short = [step for step in steps if not isinstance(step, Folder)]
-    return [*long, *([Drain(machine, units)] if drained else []), *short, Restart(machine, units)]
 
 
 @click.command()

@@ -23,6 +23,7 @@ CONFIG: Final = PurePosixPath("/etc/tie/node.toml")
 STATE: Final = PurePosixPath("/var/lib/tie")
 ASSETS: Final = STATE / "assets"
 RUN: Final = PurePosixPath("/run/tie")
+MAINTENANCE: Final = RUN / "control/maintenance"  # the controller's note that an operator holds the node out of service
 COMMAND: Final = PurePosixPath("/usr/local/bin/tie")
 UNITS: Final = PurePosixPath("/usr/local/lib/systemd/system")
 PRESETS: Final = PurePosixPath("/usr/local/lib/systemd/system-preset")

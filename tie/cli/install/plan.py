@@ -13,7 +13,8 @@ from tie.assets.bundle import open_bundle
 from tie.assets.manifest import MANIFEST_FILE
 from tie.cli.install import distributions, files, roots, tree
 from tie.cli.install.machine import ASSETS, COMMAND, CONFIG, KEYS, PREFIX, RUN, TARGET, TREES, UNITS, Machine
-from tie.cli.install.steps import Accounts, Command, Folder, Link, RunDirectory, Step, WriteFiles, names
+from tie.cli.install.steps import Command, Folder, Link, Step, WriteFiles
+from tie.cli.install.system import Accounts, Keys, RunDirectory, names
 from tie.daemon.errors import ConfigError
 
 # In each folder of TREES: the tree, and the hash that it had when it was laid out.
@@ -79,8 +80,7 @@ def steps(machine: Machine, wish: Wish) -> list[Step]:
     if before is None:
         wanted.append(_enable(machine, files.preset(systemd)))
     if machine.live and not machine.is_active(KEYS):
-        keys, forget = [["systemctl", "start", KEYS]], [["systemctl", verb, KEYS] for verb in ("stop", "reset-failed")]
-        wanted.append(Command(machine, "the node's keys, in memory", keys, forget))
+        wanted.append(Keys(machine))
     return wanted
 
 

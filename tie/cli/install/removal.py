@@ -10,7 +10,8 @@ from tie.cli.install import distributions, files, plan
 from tie.cli.install.exchange import stop
 from tie.cli.install.machine import ASSETS, COMMAND, CONFIG, KEYS, PREFIX, RUN, STATE, TARGET, TREES, Machine
 from tie.cli.install.roots import ROOTS
-from tie.cli.install.steps import WriteFiles, names, remove_accounts
+from tie.cli.install.steps import WriteFiles
+from tie.cli.install.system import forget_failures, names, remove_accounts
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,7 @@ def _stop(machine: Machine, units: list[str]) -> None:
 
 def _forget(machine: Machine, units: list[str]) -> None:
     machine.run("systemctl", "daemon-reload")
-    # What has failed is remembered, and would be listed for ever.
-    with contextlib.suppress(Exception):
-        machine.run("systemctl", "reset-failed", *units)
+    forget_failures(machine, units)
 
 
 def _run(machine: Machine, argv: list[str]) -> None:
