@@ -42,6 +42,18 @@ def add(descriptor: int, seals: int) -> None:
         raise SealError(f"cannot seal: {error.strerror}") from None
 
 
+def read_only(descriptor: int) -> int:
+    """A descriptor of the same memfd that is open for reading only; the caller closes both.
+
+    Before Linux 6.7 the kernel refused even a read-only shared mapping of a write-sealed memfd through a descriptor
+    that is open for writing.
+
+    Raises:
+        OSError: there is no descriptor left.
+    """
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
 def require(descriptor: int, seals: int, size: int) -> None:
     """Checks a memfd from another process before it is mapped.
 

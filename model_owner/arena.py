@@ -221,13 +221,9 @@ def allocate(name: str, size: int) -> int:
 
 
 def _freeze(descriptor: int) -> int:
-    """Seals a memfd and gives back a read-only descriptor in its stead.
-
-    Before Linux 6.7 the kernel refused even a read-only shared mapping of a write-sealed memfd through a descriptor
-    that is open for writing.
-    """
+    """Seals a memfd and gives back a read-only descriptor in its stead."""
     try:
         seals.add(descriptor, seals.IMMUTABLE)
-        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        return seals.read_only(descriptor)
     finally:
         os.close(descriptor)

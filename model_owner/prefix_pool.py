@@ -249,8 +249,7 @@ def _sealed(pool: int, metadata: int, request: owner_pb2.PoolSeal) -> tuple[int,
             raise PoolRefusedError("metadata-mismatch")
         seals.add(pool, seals.READ_ONLY_FOR_OTHERS)
         copy = sealed_copy("tie-prefix-metadata", content)
-        # Open for reading only: one thing less for a client to try.
-        return os.open(f"/proc/self/fd/{pool}", os.O_RDONLY | os.O_CLOEXEC), copy
+        return seals.read_only(pool), copy  # one thing less for a client to try
     finally:
         os.close(pool)
         os.close(metadata)

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from tie.cli.settings import cache_dir
 from tie.device.async_client import AsyncClient
 from tie.device.conversations import Conversation
 from tie.proto import control_pb2
+
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+from node_log import SAVED, logged
 
 START_S = 180.0
 SETTLE_S = 0.5  # a fresh app takes the place of the one that has served
@@ -54,23 +58,20 @@ class Bench:
 
     async def turn(self, conversation: Conversation, question: str, *, max_tokens: int) -> tuple[float, object]:
         """Seconds to the first text, and the whole answer; with a key, once the node has saved it."""
-        saved = self._node.log_text().count("app.conversation-saved")
-        began = time.perf_counter()
-        answer = await self._client.chat(
-            conversation.asking(question),
-            model=self._model,
-            temperature=0.0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            **conversation.options,
-        )
-        pieces = aiter(answer)
-        await anext(pieces, None)
-        first = time.perf_counter() - began
-        result = await answer.result()
-        async with asyncio.timeout(30):
-            while conversation.options and self._node.log_text().count("app.conversation-saved") == saved:
-                await asyncio.sleep(0.02)
+        async with logged(self._node, SAVED, times=1 if conversation.options else 0):
+            began = time.perf_counter()
+            answer = await self._client.chat(
+                conversation.asking(question),
+                model=self._model,
+                temperature=0.0,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                **conversation.options,
+            )
+            pieces = aiter(answer)
+            await anext(pieces, None)
+            first = time.perf_counter() - began
+            result = await answer.result()
         await asyncio.sleep(SETTLE_S)
         return first, result
 

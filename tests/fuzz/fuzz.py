@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fuzz_targets import CORPUS, TARGETS
 
+_HERE = Path(__file__).parent
 _MEMORY_MIB = 1024
 _SLOWEST_S = 10
 _KEPT = 60
@@ -34,8 +35,8 @@ atheris.Fuzz()
 
 def _libfuzzer(target: str, *options: str) -> str:
     """Runs the instrumented target; gives what libFuzzer said."""
-    here = str(Path(__file__).parent)
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {here!r})\n{_INNER}", target, *options]
+    folders = [str(_HERE), str(_HERE.parent / "helpers")]
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {folders!r}\n{_INNER}", target, *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     said = done.stdout.decode(errors="replace")
     if done.returncode:

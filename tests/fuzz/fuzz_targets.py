@@ -23,6 +23,7 @@ from kvxfer.channel import Channel
 from kvxfer.errors import KvxferError
 from kvxfer.header import COMMITTED_OFFSET, HEADER_BYTES, Header
 from kvxfer.pool import BufferPool
+from sealed_entries import stored
 from tie.proto import store_pb2, warden_pb2
 from tie.runtime import kv_blocks
 from tie.store.client import StoreClient, StoreError
@@ -34,7 +35,6 @@ from tie.warden.entry import Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
 from tie.warden.keys import ConversationKey, Root
 from tie.warden.manifest import CacheFormat, Manifest, Segment
-from tie.warden.media import SealedMemory
 
 CORPUS = Path(__file__).with_name("corpus")
 PAGE = 4096
@@ -285,17 +285,6 @@ def entry(data: bytes) -> None:
     for kind in Kind:
         with contextlib.suppress(EntryError):
             _opened(bytes(sealed), kind, genuine)
-
-
-def stored(data: bytes | bytearray) -> SealedMemory:
-    """Bytes where the store has them."""
-    descriptor = seals.create("entry", len(data))
-    try:
-        os.pwrite(descriptor, data, 0)
-        seals.add(descriptor, seals.IMMUTABLE)
-        return SealedMemory(descriptor, len(data))
-    finally:
-        os.close(descriptor)
 
 
 def _opened(sealed: bytes, kind: Kind, genuine: bytes) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import os
+import select
 import subprocess
 import sys
 import time
@@ -70,10 +71,19 @@ def proxy_url(running_node: LocalNode) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        yield next(word for word in process.stdout.readline().split() if word.startswith("http://"))
-        process.terminate()
-        assert process.wait(STOP_S) == 0
-        assert process.stdout.read() + process.stderr.read() == ""
+        try:
+            begun, _, _ = select.select([process.stdout], [], [], START_S)
+            line = process.stdout.readline() if begun else ""
+            url = next((word for word in line.split() if word.startswith("http://")), None)
+            if url is not None:
+                yield url
+            process.terminate()
+            code = process.wait(STOP_S)
+            said = process.stdout.read() + process.stderr.read()
+            assert url is not None, f"it ended with {code} and said {line + said!r}"
+            assert (code, said) == (0, "")
+        finally:
+            process.kill()  # where it has not ended
 
 
 @pytest.fixture(scope="module")

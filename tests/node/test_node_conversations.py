@@ -11,6 +11,7 @@ import signal
 import grpc
 import pytest
 
+from node_log import SAVED, logged
 from tie.cli import control
 from tie.device.conversations import Conversation
 from tie.device.errors import RequestRefusedError
@@ -27,16 +28,11 @@ def say(node, client, model):
     """One greedy turn, from the question to the moment at which the node has saved it."""
 
     async def say(conversation, text, *, max_tokens=24, wait=True):
-        saved = node.log_text().count("app.conversation-saved")
-        answer = await client.chat(
-            conversation.asking(text), model=model, temperature=0.0, max_tokens=max_tokens, **conversation.options
-        )
-        result = await answer.result()
-        if conversation.options and wait:
-            async with asyncio.timeout(30):
-                while node.log_text().count("app.conversation-saved") == saved:
-                    await asyncio.sleep(0.02)
-        return result
+        async with logged(node, SAVED, times=1 if conversation.options and wait else 0):
+            answer = await client.chat(
+                conversation.asking(text), model=model, temperature=0.0, max_tokens=max_tokens, **conversation.options
+            )
+            return await answer.result()
 
     return say
 
@@ -117,12 +113,9 @@ async def test_two_at_once_with_one_key_do_not_mix(node, say):
     plain = Conversation(conversation.messages, reusable=False)
     expected = [(await say(plain, question)).text for question in questions]
     for _ in range(2):
-        saved = node.log_text().count("app.conversation-saved")
-        together = await asyncio.gather(*(say(conversation, question, wait=False) for question in questions))
+        async with logged(node, SAVED, times=len(questions)):
+            together = await asyncio.gather(*(say(conversation, question, wait=False) for question in questions))
         assert [result.text for result in together] == expected
-        async with asyncio.timeout(30):
-            while node.log_text().count("app.conversation-saved") < saved + len(questions):
-                await asyncio.sleep(0.02)
 
 
 @pytest.mark.chaos
@@ -133,7 +126,7 @@ async def test_an_app_that_dies_before_it_has_saved_costs_the_reuse_and_nothing_
     saved, reused = [], []
     for turn in range(8):
         question = f"What is special about river number {turn}?"
-        before = node.log_text().count("app.conversation-saved")
+        before = node.log_text().count(SAVED)
         answer = await client.chat(
             conversation.asking(question), model=model, temperature=0.0, max_tokens=24, **conversation.options
         )
@@ -145,7 +138,7 @@ async def test_an_app_that_dies_before_it_has_saved_costs_the_reuse_and_nothing_
         assert result.text == (await say(plain, question)).text, f"turn {turn}"
         conversation.answered(question, result.text)
         plain.answered(question, result.text)
-        saved.append(node.log_text().count("app.conversation-saved") > before)
+        saved.append(node.log_text().count(SAVED) > before)
         reused.append(result.cached_tokens)
     for turn in range(1, len(saved)):
         if saved[turn - 1]:
@@ -168,11 +161,9 @@ def held(node) -> dict[str, float]:
 
 
 async def test_a_request_without_a_key_leaves_nothing_in_the_store(node, say):
-    cached, before = node.log_text().count("app.request-cached"), held(node)
-    answers = [(await say(Conversation([SYSTEM], reusable=False), "Name a river.")) for _ in range(2)]
-    async with asyncio.timeout(30):
-        while node.log_text().count("app.request-cached") < cached + 2:
-            await asyncio.sleep(0.02)
+    before = held(node)
+    async with logged(node, "app.request-cached", times=2):
+        answers = [(await say(Conversation([SYSTEM], reusable=False), "Name a river.")) for _ in range(2)]
     assert [answer.cached_tokens for answer in answers] == [0, 0]
     assert answers[0].text == answers[1].text
     async with asyncio.timeout(30):

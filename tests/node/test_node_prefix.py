@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from node_log import SAVED, logged
 from tie.assets.bundle import open_bundle
 from tie.cli import control
 from tie.device.conversations import Conversation
@@ -94,20 +95,17 @@ async def test_a_conversation_leaves_the_shared_prefix_out_and_goes_on_after_it(
         if turn == 2:
             await recycle(node)
             await node.wait_for(control_pb2.STATE_AVAILABLE, 90)
-        saved = node.log_text().count("app.conversation-saved")
         answers = []
-        for each in (kept, plain):
-            answer = await client.chat(
-                each.asking(question), model=model, temperature=0.0, max_tokens=24, **each.options
-            )
-            answers.append(await answer.result())
-            each.answered(question, answers[-1].text)
+        async with logged(node, SAVED):
+            for each in (kept, plain):
+                answer = await client.chat(
+                    each.asking(question), model=model, temperature=0.0, max_tokens=24, **each.options
+                )
+                answers.append(await answer.result())
+                each.answered(question, answers[-1].text)
         assert answers[0].text == answers[1].text
         assert answers[1].cached_tokens == whole
         reused.append(answers[0].cached_tokens)
-        async with asyncio.timeout(30):
-            while node.log_text().count("app.conversation-saved") == saved:
-                await asyncio.sleep(0.02)
     assert whole == reused[0] < reused[1] < reused[2]
 
 

@@ -8,7 +8,6 @@ must find it where it has to be while the turn runs. Needs root, to look.
 import asyncio
 import os
 import secrets
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from kvxfer import transfer
 from kvxfer.channel import Channel
 from kvxfer.transfer import Consumer
 from memory_search import Findings, Search, needles
+from node_log import SAVED, logged
 from tie.app.prompt import Model, messages
 from tie.cli import control
 from tie.daemon.triton import TritonClient
@@ -68,13 +68,6 @@ async def kv_blocks(node, ids: list[int]) -> list[bytes]:
                 return blocks
 
 
-async def until(condition, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-
-
 async def test_a_secret_is_nowhere_once_the_turn_has_ended_and_the_runtime_was_recycled(node, client, model, served):
     words = [secrets.token_hex(4) for _ in range(12)]
     conversation = Conversation([{"role": "system", "content": "Remember what you are told, and answer in few words."}])
@@ -91,16 +84,15 @@ async def test_a_secret_is_nowhere_once_the_turn_has_ended_and_the_runtime_was_r
     assert {name.split()[0].rstrip(":") for name in wanted} == {"words", "ids", "kv"}
 
     # While the turn runs it is found where it must be: the search can find it, in each of its forms.
-    saved = node.log_text().count("app.conversation-saved")
     ask = {"model": model, "temperature": 0.0, "ignore_eos": True, **conversation.options}
-    answer = await client.chat(conversation.asking(question), max_tokens=300, **ask)
-    await anext(aiter(answer))
-    during = await asyncio.to_thread(look_into, node, wanted, ["tie-cloud-app", RUNTIME])
-    result = await answer.result()
+    async with logged(node, SAVED):
+        answer = await client.chat(conversation.asking(question), max_tokens=300, **ask)
+        await anext(aiter(answer))
+        during = await asyncio.to_thread(look_into, node, wanted, ["tie-cloud-app", RUNTIME])
+        result = await answer.result()
     assert during.kinds("tie-cloud-app") >= {"words", "ids"}, during.hits
     assert during.kinds(RUNTIME) >= {"ids", "kv"}, during.hits
     conversation.answered(question, result.text)
-    await until(lambda: node.log_text().count("app.conversation-saved") > saved)
 
     async with control.connected(node.run_dir) as connection:
         async for progress in connection.node.Recycle(control_pb2.RecycleRequest(reason="operator"), timeout=120):

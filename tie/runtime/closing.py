@@ -1,9 +1,10 @@
 """Brings a JSON answer to its end before its tokens run out: half a document is worth nothing to whom it was promised.
 
 Within the last tokens that an answer may have, the grammar's mask is narrowed to what ends something, wherever it
-allows that: a string, an array, an object, the document; next to what leads on without adding anything. The answer
-stays one that the grammar allows; it is short where it would have been cut off. What the schema itself demands in more
-tokens than are left is cut off as before.
+allows that: a string, an array, an object, the document; next to what leads on without adding anything. Within a string
+that may not end yet the model writes on, for it knows best what is still missing; only one of some format is led to
+what that must have. The answer stays one that the grammar allows; it is short where it would have been cut off. What
+the schema itself demands in more tokens than are left is cut off as before.
 """
 
 import itertools
@@ -19,7 +20,8 @@ _MOST: Final = 256  # tokens before the end,
 _SHARE: Final = 3  # of so many of an answer one, from where on it is brought to its end
 _ENDS: Final = '"]}'
 _LETTERS: Final = "akzQ"  # where all of these may come, it is within a string, and what looks like an end is none
-_HALFWAY: Final = ("@",)  # what a string of some format must have before it may end
+_FREE: Final = "("  # every string takes it, save one of some format,
+_HALFWAY: Final = "@"  # which must have this before it may end, if it is an address
 _LEADS: Final = (",", ":", '",', '":', "},", "],", "},{", '","', '":"')
 
 
@@ -34,36 +36,36 @@ class Closing:
     Args:
         tokenizer: the bundle's.
         end_ids: tokens that end an answer.
+        vocab_size: the width of the masks, in tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, end_ids: Iterable[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, end_ids: Iterable[int], vocab_size: int) -> None:
+        def tokens(texts: Iterable[str], more: Iterable[int] = ()) -> Mask:
+            found = (token for text in texts if (token := tokenizer.token_id(text)) is not None)
+            bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+            bits[[token for token in (*found, *more) if token < len(bits)]] = 1
+            return np.packbits(bits, bitorder="little").view(np.int32)
+
         ends = {"".join(some) for count in (1, 2, 3) for some in itertools.product(_ENDS, repeat=count)}
         empty = {start + end for start in ("[]", "{}", '""') for end in ("", *ends)}
         quotes = [text for text in (*ends, *_LEADS) if text.startswith('"')]
-        self._letters = _ids(tokenizer, _LETTERS)
-        self._between = [{*end_ids, *_ids(tokenizer, ends | empty)}, _ids(tokenizer, _LEADS)]
-        self._within = [_ids(tokenizer, quotes), _ids(tokenizer, _HALFWAY)]
-        self._masks: dict[str, list[Mask]] = {}
+        self._letters, self._free, self._halfway = tokens(_LETTERS), tokens(_FREE), tokens(_HALFWAY)
+        self._inside = tokens(quotes)
+        self._outside = tokens(ends | empty, end_ids), tokens(_LEADS)
 
     def narrowed(self, mask: Mask) -> Mask:
         """Of what a mask allows that which is nearest to the end."""
-        if not self._masks:
-            for name, levels in (("letters", [self._letters]), ("between", self._between), ("within", self._within)):
-                self._masks[name] = [_bits(ids, len(mask)) for ids in levels]
-        (letters,) = self._masks["letters"]
-        within = bool(letters.any()) and bool((mask & letters == letters).all())
-        for level in self._masks["within" if within else "between"]:
+        for level in self._levels(mask):
             some: Mask = mask & level
             if some.any():
                 return some
         return mask
 
+    def _levels(self, mask: Mask) -> tuple[Mask, ...]:
+        if not _takes(mask, self._letters):
+            return self._outside
+        return (self._inside,) if _takes(mask, self._free) else (self._inside, self._halfway)
 
-def _ids(tokenizer: Tokenizer, texts: Iterable[str]) -> set[int]:
-    return {token for text in texts if (token := tokenizer.token_id(text)) is not None}
 
-
-def _bits(ids: Iterable[int], words: int) -> Mask:
-    bits = np.zeros(32 * words, dtype=np.uint8)
-    bits[[token for token in ids if token < len(bits)]] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
+def _takes(mask: Mask, tokens: Mask) -> bool:
+    return bool(tokens.any() and (mask & tokens == tokens).all())

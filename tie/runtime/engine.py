@@ -108,7 +108,7 @@ class Engine:
         self._jobs = Jobs(
             self._scheduler,
             self._prefix,
-            max_length=bounds.max_length,
+            bounds=bounds,
             tokenizer=tokenizer,
             end_ids=end_ids,
             metrics=self.metrics,

@@ -18,7 +18,7 @@ from tie.runtime.keeping import Keep, Keeping, Later
 from tie.runtime.kv_blocks import Restored
 from tie.runtime.metrics import EngineMetrics
 from tie.runtime.prefix_cache import PrefixCache
-from tie.runtime.request import Request
+from tie.runtime.request import Bounds, Request
 from tie.runtime.scheduler import Scheduler
 from tie.runtime.sequence import Phase, Priority, Sequence
 
@@ -68,7 +68,7 @@ class Jobs:
     Args:
         scheduler: gets their sequences.
         prefix: blocks of registered system prompts.
-        max_length: the longest sequence, in tokens.
+        bounds: vocabulary and longest sequence.
         tokenizer: the bundle's.
         end_ids: the bundle's end-of-turn tokens.
         metrics: counts outcomes.
@@ -81,7 +81,7 @@ class Jobs:
         scheduler: Scheduler,
         prefix: PrefixCache,
         *,
-        max_length: int,
+        bounds: Bounds,
         tokenizer: Tokenizer,
         end_ids: frozenset[int],
         metrics: EngineMetrics,
@@ -90,10 +90,10 @@ class Jobs:
     ) -> None:
         self._scheduler = scheduler
         self._prefix = prefix
-        self._max_length = max_length
+        self._max_length = bounds.max_length
         self._tokenizer = tokenizer
         self._end_ids = end_ids
-        self._closing = Closing(tokenizer, end_ids)
+        self._closing = Closing(tokenizer, end_ids, bounds.vocab_size)
         self._metrics = metrics
         self._on_end = on_end
         self._keeping = Keeping(scheduler.pool, later)

@@ -5,6 +5,7 @@ descriptors are, by who asked. Blocking, with a deadline on every wait.
 """
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Self
 from google.protobuf.message import DecodeError
 
 from kvxfer.channel import Channel
+from kvxfer.doorbell import left
 from kvxfer.errors import KvxferError, PeerDiedError, PeerTimeoutError
 from tie.daemon import errors
 from tie.proto import owner_pb2
@@ -58,9 +60,10 @@ class OwnerChannel:
             PeerTimeoutError: it does not answer within `timeout` seconds.
             ProtocolError: what it answers makes no sense.
         """
+        deadline = time.monotonic() + timeout
         with translated():
-            self._channel.send(request.SerializeToString(), timeout=timeout)
-            message, descriptors = self._channel.receive(timeout=timeout)
+            self._channel.send(request.SerializeToString(), timeout=left(deadline))
+            message, descriptors = self._channel.receive(timeout=left(deadline))
         try:
             return _parse(message, wanted), descriptors
         except BaseException:

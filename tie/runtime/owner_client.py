@@ -17,6 +17,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from kvxfer import seals
+from kvxfer.doorbell import left
 from tie.bones.arena import TensorEntry, byte_views
 from tie.bones.errors import BonesError
 from tie.daemon.errors import PeerDiedError, PeerTimeoutError, ProtocolError
@@ -66,10 +67,10 @@ def attach(path: Path, layout_id: str, *, timeout: float, progress: Callable[[in
     """
     deadline = time.monotonic() + timeout
     question = owner_pb2.OwnerRequest(attach=owner_pb2.Attach(rank=0, world_size=1, layout_id=layout_id))
-    while (left := deadline - time.monotonic()) > 0:
+    while (remaining := left(deadline)) > 0:  # connect takes 0 for ever
         try:
-            with OwnerChannel(path, timeout=left) as channel:
-                reply, descriptors = channel.ask(question, "attached", "loading", timeout=left)
+            with OwnerChannel(path, timeout=remaining) as channel:
+                reply, descriptors = channel.ask(question, "attached", "loading", timeout=left(deadline))
         except PeerDiedError:
             time.sleep(_RETRY_S)  # not up yet, or restarting
             continue

@@ -22,7 +22,6 @@ from tie.runtime import environment
 
 _PYTHON: Final = f"{sys.version_info.major}.{sys.version_info.minor}"
 
-_REGION_BYTES: Final = 16 << 20  # of shared memory, for tensors on their way
 _CLOSED_PROTOCOLS: Final = (
     "metadata",
     "model-config",
@@ -147,9 +146,6 @@ def command(config: NodeConfig, directory: Path) -> list[str]:
         "--exit-timeout-secs=3",
         "--pinned-memory-pool-byte-size=0",
         f"--backend-config=python,shm-region-prefix-name={os.environ[environment.SHM_PREFIX]}",
-        # So large that it never grows: the stub maps it anew then, while other threads of it may be in the old mapping.
-        f"--backend-config=python,shm-default-byte-size={_REGION_BYTES}",
-        f"--backend-config=python,shm-growth-byte-size={_REGION_BYTES}",
         f"--backend-config=python,stub-timeout-seconds={int(config.probe.start_deadline_s) + 30}",
     ]
 

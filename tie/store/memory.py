@@ -44,17 +44,21 @@ def _present(size: int, pool: BufferPool) -> int:
     return descriptor
 
 
-def seal(descriptor: int) -> None:
-    """Makes it unchangeable for good, once its client has sealed its content.
+def seal(descriptor: int) -> int:
+    """Makes it unchangeable for good, once its client has sealed its content; gives one for reading only in its stead.
 
     That seal costs a walk over all pages (kvxfer.seals.CONTENT), and the client has it done in its own process: here
     it is one look at a flag, whatever the size.
 
     Raises:
-        SealError: the client has not sealed the content, or has sealed it for itself alone.
+        SealError: the client has not sealed the content, or has sealed it for itself alone. What was given stays open.
+        OSError: there is no descriptor left. Likewise.
     """
     seals.require_any_size(descriptor, seals.CONTENT)
     seals.add(descriptor, seals.FIXED)
+    sealed = seals.read_only(descriptor)
+    os.close(descriptor)
+    return sealed
 
 
 class Reaper:

@@ -161,11 +161,15 @@ class _Client:
         if pending is None:
             return store_pb2.OUTCOME_INVALID
         try:
-            memory.seal(pending.descriptor)
+            sealed = memory.seal(pending.descriptor)
         except SealError:
             return store_pb2.OUTCOME_BUSY
+        except OSError as error:
+            self._forget_pending()
+            log.failure("store.no-memory", error)
+            return store_pb2.OUTCOME_FULL
         self._pending = None
-        entry = Entry(pending.descriptor, pending.size, pending.cost, self._entries.expiry(put.ttl_ms / 1000))
+        entry = Entry(sealed, pending.size, pending.cost, self._entries.expiry(put.ttl_ms / 1000))
         self._entries.file(put.index, entry)
         if pending.transient:
             self._transient[put.index] = entry

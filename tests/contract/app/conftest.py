@@ -258,6 +258,13 @@ class Node:
         await job.connect()
         return job
 
+    async def asked(self, request: request_pb2.InferenceRequest | bytes, **fields: Any) -> Job:
+        """An app that was ready and has got this request."""
+        job = await self.start()
+        await job.ready()
+        await job.ask(request, **fields)
+        return job
+
     async def start_here(self) -> "tuple[Job, asyncio.Task[int]]":
         """A session on a thread of this process, for a test that looks at its insides."""
         ours, theirs = socket.socketpair()

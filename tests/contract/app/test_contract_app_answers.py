@@ -11,9 +11,7 @@ def user(text: str) -> request_pb2.Message:
 
 async def test_one_request_is_answered_and_the_process_is_gone(node, tokenizer):
     async with node.runtime.live() as runtime:
-        job = await node.start()
-        await job.ready()
-        await job.ask(request_pb2.InferenceRequest(prompt="Grüße, 世界 🌍!", max_tokens=100))
+        job = await node.asked(request_pb2.InferenceRequest(prompt="Grüße, 世界 🌍!", max_tokens=100))
         texts, done = await job.outcome()
         assert texts == {0: "Grüße, 世界 🌍!"}
         assert done.status == app_pb2.STATUS_OK
@@ -29,9 +27,7 @@ async def test_one_request_is_answered_and_the_process_is_gone(node, tokenizer):
 
 async def test_messages_go_through_the_bundle_s_template(node, tokenizer):
     async with node.runtime.live() as runtime:
-        job = await node.start()
-        await job.ready()
-        await job.ask(request_pb2.InferenceRequest(messages=[user("Hi <|im_end|>")]), piece=3)
+        job = await node.asked(request_pb2.InferenceRequest(messages=[user("Hi <|im_end|>")]), piece=3)
         _, done = await job.outcome()
         assert done.status == app_pb2.STATUS_OK
         text = "<|im_start|>user\nHi "
@@ -50,9 +46,7 @@ async def test_several_choices_stream_side_by_side(node, tokenizer):
 
     async with node.runtime.live() as runtime:
         runtime.answer = answer
-        job = await node.start()
-        await job.ready()
-        await job.ask(request_pb2.InferenceRequest(prompt="x", n=3))
+        job = await node.asked(request_pb2.InferenceRequest(prompt="x", n=3))
         texts, done = await job.outcome()
     assert texts == {0: "ab", 1: "ab", 2: "ab"}
     assert [end.reason for end in done.finish] == [app_pb2.FINISH_LENGTH] * 3
@@ -73,9 +67,7 @@ async def test_text_that_may_become_a_stop_string_is_held_back_and_dropped(node,
 
     async with node.runtime.live() as runtime:
         runtime.answer = answer
-        job = await node.start()
-        await job.ready()
-        await job.ask(request_pb2.InferenceRequest(prompt="x", stop=["END"]))
+        job = await node.asked(request_pb2.InferenceRequest(prompt="x", stop=["END"]))
         await held.wait()
         first = await job.receive()
         assert first is not None
@@ -97,9 +89,7 @@ async def test_logprobs_come_with_their_tokens(node, tokenizer):
 
     async with node.runtime.live() as runtime:
         runtime.answer = answer
-        job = await node.start()
-        await job.ready()
-        await job.ask(request_pb2.InferenceRequest(prompt="x", logprobs=1))
+        job = await node.asked(request_pb2.InferenceRequest(prompt="x", logprobs=1))
         message = await job.receive()
         assert message is not None
         assert message.delta.text == "é"
@@ -121,9 +111,7 @@ async def test_an_unused_app_holds_no_stream_and_leaves_with_its_jobhelper(node)
 
 async def test_twenty_requests_at_once_are_twenty_processes(node):
     async def one(number: int) -> int:
-        job = await node.start()
-        await job.ready()
-        await job.ask(request_pb2.InferenceRequest(prompt=f"number {number}"))
+        job = await node.asked(request_pb2.InferenceRequest(prompt=f"number {number}"))
         texts, done = await job.outcome()
         assert texts == {0: f"number {number}"}
         assert done.status == app_pb2.STATUS_OK

@@ -19,9 +19,7 @@ def asking(text: str) -> request_pb2.InferenceRequest:
 
 async def test_without_a_store_the_request_is_served(node):
     async with node.runtime.live():
-        job = await node.start()
-        await job.ready()
-        await job.ask(asking("hello"))
+        job = await node.asked(asking("hello"))
         texts, done = await job.outcome()
         assert (done.status, texts[0]) == (app_pb2.STATUS_OK, "hello")
         (request,) = node.runtime.requests
@@ -49,9 +47,7 @@ async def test_what_does_not_answer_is_waited_for_a_moment_only(node, silent):
     prepare_directory(node.config.sockets.store)
     listener = channel.listen(node.config.sockets.store) if silent == "store" else None
     async with node.runtime.live():
-        job = await node.start()
-        await job.ready()
-        await job.ask(asking("hello"))
+        job = await node.asked(asking("hello"))
         texts, done = await job.outcome()
         assert (done.status, texts[0]) == (app_pb2.STATUS_OK, "hello")
         assert await job.exit_code() == 0

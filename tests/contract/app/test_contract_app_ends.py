@@ -12,9 +12,7 @@ from tie.proto import app_pb2, request_pb2, runtime_pb2
 async def test_a_message_after_the_last_part_ends_the_request(node):
     async with node.runtime.live() as runtime:
         runtime.answer = silent
-        job = await node.start()
-        await job.ready()
-        await job.ask(request_pb2.InferenceRequest(prompt="x"))
+        job = await node.asked(request_pb2.InferenceRequest(prompt="x"))
         await job.send(app_pb2.AppIn(body=app_pb2.Body(data=b"x")))
         _, done = await job.outcome()
         assert done.status == app_pb2.STATUS_PROTOCOL_ERROR
@@ -38,9 +36,7 @@ def one_then_silent(node, tokenizer):
 async def streaming(node, tokenizer, **fields):
     """A job whose first delta has come and whose runtime then says nothing more."""
     node.runtime.answer = one_then_silent(node, tokenizer)
-    job = await node.start()
-    await job.ready()
-    await job.ask(request_pb2.InferenceRequest(prompt="x"), **fields)
+    job = await node.asked(request_pb2.InferenceRequest(prompt="x"), **fields)
     message = await job.receive()
     assert message is not None
     assert message.delta.text == "first"
@@ -50,9 +46,7 @@ async def streaming(node, tokenizer, **fields):
 async def test_the_time_limit_counts_from_open(node):
     async with node.runtime.live() as runtime:
         runtime.answer = silent
-        job = await node.start()
-        await job.ready()
-        await job.ask(request_pb2.InferenceRequest(prompt="x"), limits=app_pb2.Limits(time_limit_ms=300))
+        job = await node.asked(request_pb2.InferenceRequest(prompt="x"), limits=app_pb2.Limits(time_limit_ms=300))
         _, done = await job.outcome()
         assert done.status == app_pb2.STATUS_DEADLINE_EXCEEDED
         assert await job.exit_code() == 0
@@ -77,9 +71,7 @@ async def test_a_request_that_the_node_ends_is_told_as_cancelled(node, tokenizer
 
     async with node.runtime.live() as runtime:
         runtime.answer = answer
-        job = await node.start()
-        await job.ready()
-        await job.ask(request_pb2.InferenceRequest(prompt="x"))
+        job = await node.asked(request_pb2.InferenceRequest(prompt="x"))
         texts, done = await job.outcome()
         assert texts == {0: "ab"}
         assert done.status == app_pb2.STATUS_CANCELLED
@@ -93,9 +85,7 @@ async def test_a_request_cut_by_a_restart_is_told_so(node, tokenizer):
 
     async with node.runtime.live() as runtime:
         runtime.answer = answer
-        job = await node.start()
-        await job.ready()
-        await job.ask(request_pb2.InferenceRequest(prompt="x"))
+        job = await node.asked(request_pb2.InferenceRequest(prompt="x"))
         texts, done = await job.outcome()
         assert texts == {0: "ab"}
         assert (done.status, done.detail) == (app_pb2.STATUS_REPLACED, "the node had to restart: send it again")
@@ -178,9 +168,7 @@ async def test_a_runtime_that_breaks_its_contract_ends_the_request_as_internal(n
 
     async with node.runtime.live() as runtime:
         runtime.answer = answer
-        job = await node.start()
-        await job.ready()
-        await job.ask(request_pb2.InferenceRequest(prompt="x"))
+        job = await node.asked(request_pb2.InferenceRequest(prompt="x"))
         texts, done = await job.outcome()
         assert texts == {0: "abc"}
         assert done.status == app_pb2.STATUS_INTERNAL

@@ -55,9 +55,7 @@ BODIES = {
 @pytest.mark.parametrize(("body", "status", "detail"), BODIES.values(), ids=BODIES)
 async def test_a_bad_request_has_its_own_status_and_names_the_field(node, body, status, detail):
     async with node.runtime.live() as runtime:
-        job = await node.start()
-        await job.ready()
-        await job.ask(body)
+        job = await node.asked(body)
         texts, done = await job.outcome()
         assert texts == {}
         assert app_pb2.Status.Name(done.status) == f"STATUS_{status}"
@@ -127,9 +125,7 @@ async def test_an_oversized_request_is_refused(node, by):
     node.configure(max_request_bytes=1000 if by == "node" else 10**6)
     limits = app_pb2.Limits(max_request_bytes=0 if by == "node" else 1000)
     async with node.runtime.live():
-        job = await node.start()
-        await job.ready()
-        await job.ask(request_pb2.InferenceRequest(prompt="x" * 2000), piece=400, limits=limits)
+        job = await node.asked(request_pb2.InferenceRequest(prompt="x" * 2000), piece=400, limits=limits)
         _, done = await job.outcome()
         assert done.status == app_pb2.STATUS_REQUEST_TOO_LARGE
         assert "1000" in done.detail
@@ -167,9 +163,7 @@ async def test_the_runtime_s_refusals_keep_their_meaning(node, code, status):
 
     async with node.runtime.live() as runtime:
         runtime.answer = answer
-        job = await node.start()
-        await job.ready()
-        await job.ask(request_pb2.InferenceRequest(prompt="x"))
+        job = await node.asked(request_pb2.InferenceRequest(prompt="x"))
         _, done = await job.outcome()
         assert app_pb2.Status.Name(done.status) == f"STATUS_{status}"
         assert done.detail == "said by the runtime"
@@ -189,9 +183,7 @@ async def test_nothing_of_a_request_reaches_the_log(node, tokenizer):
             constraint(json_schema=f'{{"type": "{SECRET}"}}'),
             SECRET.encode() * 10,
         ):
-            job = await node.start()
-            await job.ready()
-            await job.ask(body, request_id=f"{SECRET} with spaces")
+            job = await node.asked(body, request_id=f"{SECRET} with spaces")
             _, done = await job.outcome()
             assert done.status != app_pb2.STATUS_OK
             await job.exit_code()

@@ -116,6 +116,20 @@ class Edge:
         """The runs that saw a request."""
         return [run for run in self.runs if run.opened is not None]
 
+    def hold(self) -> asyncio.Event:
+        """Has the app answer "one ", and "two" once the event is set that this returns."""
+        release = asyncio.Event()
+
+        async def answer(run: AppRun) -> None:
+            await run.request()
+            await run.text("one ")
+            await release.wait()
+            await run.text("two")
+            await run.done()
+
+        self.behaviour = answer
+        return release
+
     async def start_kps(self) -> None:
         self._kps = await _start(kps.serve, self.config)
 

@@ -41,16 +41,7 @@ async def test_no_pair_stands_by_while_busy(edge, client) -> None:
 
 
 async def test_a_request_in_flight_finishes_when_the_node_turns_busy(edge, client) -> None:
-    release = asyncio.Event()
-
-    async def wait(run) -> None:
-        await run.request()
-        await run.text("one ")
-        await release.wait()
-        await run.text("two")
-        await run.done()
-
-    edge.behaviour = wait
+    release = edge.hold()
     answer = await client.chat(HELLO, model="m")
     pieces = aiter(answer)
     assert (await anext(pieces)).text == "one "

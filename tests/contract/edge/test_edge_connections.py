@@ -10,16 +10,7 @@ from tie.proto import cloudboard_pb2, request_pb2
 
 
 async def test_one_refused_upload_leaves_the_other_streams_alone(edge) -> None:
-    release = asyncio.Event()
-
-    async def wait(run) -> None:
-        await run.request()
-        await run.text("one ")
-        await release.wait()
-        await run.text("two")
-        await run.done()
-
-    edge.behaviour = wait
+    release = edge.hold()
 
     async def slow_upload():
         # Still coming while the reply is already out.

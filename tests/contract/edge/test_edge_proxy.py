@@ -78,6 +78,29 @@ def says(*texts: str, status: app_pb2.Status.ValueType = app_pb2.STATUS_OK, deta
     return behaviour
 
 
+async def chunks_of(api: Api, body: object) -> list[bytes]:
+    """What a conversation is answered with, write by write: the chunks of HTTP/1.1 (RFC 9112, section 7.1)."""
+    content = json.dumps(body).encode()
+    head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
+    writer.write(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode() + content)
+    chunks = []
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            assert b"transfer-encoding: chunked" in (await reader.readuntil(b"\r\n\r\n")).lower()
+            while size := int(await reader.readline(), 16):
+                chunks.append((await reader.readexactly(size + 2))[:size])
+    finally:
+        writer.close()
+    return chunks
+
+
+def deltas(data: bytes) -> list[dict[str, Any]]:
+    """What the events in a piece of a stream bring of the first choice."""
+    events = [event.removeprefix("data: ") for event in data.decode().split("\n\n")[:-1]]
+    return [json.loads(event)["choices"][0]["delta"] for event in events if event != "[DONE]"]
+
+
 async def asked(edge) -> list[bytes]:
     """The turn keys of the requests so far."""
     from tie.proto import request_pb2
@@ -264,11 +287,19 @@ async def test_turns_are_known_before_the_answer_is_over(edge) -> None:
 
 
 async def test_pieces_are_gathered_when_asked_for(edge) -> None:
-    edge.behaviour = says(*"abcdefgh")
+    async def says_slowly(run) -> None:
+        await run.request()
+        for text in "abcdefgh":
+            await run.text(text)
+            await asyncio.sleep(0.02)  # for a proxy that does not gather to have written it
+        await run.done()
+
+    edge.behaviour = says_slowly
     async with proxy_of(edge, gather_s=DEADLINE_S) as api:
-        reply = await api.raw("POST", "/v1/chat/completions", json={**CHAT, "stream": True})
-    assert reply.text.endswith("data: [DONE]\n\n")
-    assert [text for text in "abcdefgh" if f'"content":"{text}"' not in reply.text] == []
+        written = await chunks_of(api, {**CHAT, "stream": True})
+    contents = [[delta.get("content") for delta in deltas(data)] for data in written]
+    assert ["", *"abcdefgh"] in contents
+    assert written[-1].endswith(b"data: [DONE]\n\n")
 
 
 async def test_who_may_ask(edge) -> None:

@@ -99,6 +99,27 @@ def test_an_owner_that_does_not_answer_is_a_timeout(tmp_path):
         attach(path, LAYOUT, timeout=0.3, progress=lambda *_: None)
 
 
+def test_all_steps_share_one_deadline(tmp_path, monkeypatch):
+    """Each waits for what the one before it has left."""
+    allowed = []
+
+    def noting(step):
+        def noted(*arguments, **keywords):
+            if threading.current_thread() is threading.main_thread():
+                allowed.append(keywords["timeout"])
+            return step(*arguments, **keywords)
+
+        return noted
+
+    for name in ("connect", "send", "receive"):
+        monkeypatch.setattr(Channel, name, noting(getattr(Channel, name)))
+    refused = owner_pb2.OwnerReply(refused=owner_pb2.Refused(reason="unknown-layout"))
+    with owner(tmp_path, (refused, [])) as path, pytest.raises(RefusedError):
+        take(path)
+    connecting, sending, receiving = allowed
+    assert WAIT_S >= connecting > sending > receiving
+
+
 def test_a_refusal_has_its_reason(tmp_path):
     refused = owner_pb2.OwnerReply(refused=owner_pb2.Refused(reason="unknown-layout"))
     with owner(tmp_path, (refused, [])) as path, pytest.raises(RefusedError, match="unknown-layout"):

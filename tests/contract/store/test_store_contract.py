@@ -1,9 +1,10 @@
 """The store's socket: its daemon against its client, entry by entry."""
 
+import fcntl
 import mmap
 import os
+import resource
 import secrets
-import time
 
 import pytest
 
@@ -37,7 +38,10 @@ def test_what_comes_back_nobody_can_change(store):
         os.pwrite(descriptor, b"first", 0)
         seals.add(descriptor, seals.CONTENT)
         client.put(index)
-        for each in (descriptor, client.get(index)[0]):
+        reading, _ = client.get(index)
+        writing = os.open(f"/proc/self/fd/{reading}", os.O_RDWR | os.O_CLOEXEC)  # as a client of the same user can
+        os.close(reading)
+        for each in (descriptor, writing):
             with pytest.raises(PermissionError):
                 os.pwrite(each, b"later", 0)
             with pytest.raises(PermissionError):
@@ -47,6 +51,35 @@ def test_what_comes_back_nobody_can_change(store):
                     os.ftruncate(each, size)
             os.close(each)
         assert get(client, index)[:5] == b"first"
+
+
+def test_what_comes_back_is_open_for_reading_only(store):
+    """Kernels before 6.7 map a write-sealed memfd through no other descriptor."""
+    index = random_index()
+    with store.client() as client:
+        put(client, index, b"kept")
+        descriptor, _ = client.get(index)
+        assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        os.close(descriptor)
+
+
+def test_an_entry_for_which_no_descriptor_is_left_is_refused_and_given_back(store):
+    index = random_index()
+    with store.client() as client:
+        descriptor = client.new(5000)
+        seals.add(descriptor, seals.CONTENT)
+        os.close(descriptor)
+        pid = store.process.pid
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        before = store.descriptors()
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, limits[1]))
+        assert refusal(client.put, index) == store_pb2.OUTCOME_FULL
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        assert store.descriptors() == before - 1
+        assert metrics(store)["tie_store_reserved_bytes"] == 0
+        assert get(client, index) is None
+        put(client, index, b"kept")
+        assert get(client, index) == b"kept"
 
 
 def test_what_can_still_be_written_is_not_filed(store):
@@ -83,7 +116,7 @@ def test_missing_expired_and_dropped_look_alike(store):
         put(client, expired, b"x", ttl_s=0.001)
         put(client, dropped, b"x")
         client.drop(dropped)
-        time.sleep(0.01)
+        wait_for(lambda: client.get(expired) is None)
         channel = client._channel
         replies = set()
         for index in (expired, dropped, random_index()):

@@ -10,7 +10,6 @@ from tie.bones.batch import Batch, SequenceSlice
 from tie.bones.errors import InputError, WeightsError
 from tie.bones.native import library
 from tie.bones.native.executor import NativeExecutor
-from tie.bones.native.threads import MANY
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="the native library is not built")
 
@@ -223,9 +222,8 @@ def test_threads_end_with_the_executor(make):
 @pytest.mark.parametrize(("adapt", "used"), [(True, [3, 2]), (False, [3, 3])])
 def test_where_many_are_served_a_core_is_left_to_the_rest_of_the_node(make, monkeypatch, adapt, used):
     executor, seen = make(threads=3, adapt=adapt), []
-    for choice in {executor._few, executor._many}:
-        monkeypatch.setattr(choice, "record", lambda _rows, threads, _seconds: seen.append(threads))
-    for streams in (MANY - 1, MANY):
+    monkeypatch.setattr(executor._threads, "record", lambda _sequences, _rows, threads, _: seen.append(threads))
+    for streams in (3, 4):
         executor.forward(Batch(tuple(SequenceSlice([5], 0, (block,), 1) for block in range(streams))))
     assert seen == used
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tie.bones.native.threads import ThreadChoice
+from tie.bones.native.threads import StepThreads, ThreadChoice
 
 
 def _run(choice: ThreadChoice, steps: int, seconds, rows: int = 8) -> list[int]:
@@ -71,3 +71,17 @@ def test_sizes_are_compared_with_their_like_only():
 @pytest.mark.parametrize(("most", "adapt"), [(1, True), (4, False)])
 def test_nothing_is_tried_where_there_is_no_choice(most, adapt):
     assert set(_run(ThreadChoice(most, adapt=adapt), 500, _busy)) == {most}
+
+
+@pytest.mark.parametrize(("most", "adapt", "many"), [(1, True, 1), (3, True, 2), (3, False, 3)])
+def test_steps_of_many_sequences_leave_a_core(most, adapt, many):
+    threads = StepThreads(most, adapt=adapt)
+    assert [threads.choose(sequences, 8) for sequences in (1, 3, 4, 16)] == [most, most, many, many]
+
+
+def test_steps_of_few_and_of_many_sequences_learn_apart():
+    threads = StepThreads(3, adapt=True)
+    for _ in range(200):
+        chosen = threads.choose(8, 8)
+        threads.record(8, 8, chosen, _busy(chosen))
+    assert (threads.choose(8, 8), threads.choose(1, 8)) == (1, 3)

@@ -111,12 +111,16 @@ async def test_a_socket_whose_file_is_gone_is_opened_anew() -> None:
 async def test_a_socket_that_cannot_be_opened_anew_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "_HEAL_S", 0.01)
     said: asyncio.Queue[str] = asyncio.Queue()
+    tries: asyncio.Queue[None] = asyncio.Queue()
     async with asyncio.timeout(DEADLINE), listening() as (listener, path):
+        heal = listener.heal
+        monkeypatch.setattr(listener, "heal", lambda: (tries.put_nowait(None), heal())[1])
         keeping = asyncio.create_task(keep_open([listener], lambda _, text: said.put_nowait(text)))
         shutil.rmtree(path.parent)
         path.parent.touch()  # in the way of the folder
         assert "cannot be opened anew" in await said.get()
-        await asyncio.sleep(0.05)  # further tries
+        for _ in range(tries.qsize() + 3):
+            await tries.get()
         assert said.empty()  # the same trouble is said once
         path.parent.unlink()
         assert "opened anew" in await said.get()

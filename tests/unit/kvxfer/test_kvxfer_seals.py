@@ -1,5 +1,6 @@
 """Seals: what a receiver may rely on is checked before anything is mapped."""
 
+import fcntl
 import mmap
 import os
 
@@ -33,6 +34,18 @@ def test_an_immutable_memfd_can_neither_be_written_nor_resized(memfd):
         with pytest.raises(PermissionError):
             change()
     assert os.pread(memfd, 4, 0) == b"kept"
+
+
+def test_an_immutable_memfd_is_handed_out_for_reading_only(memfd):
+    os.write(memfd, b"kept")
+    seals.add(memfd, seals.IMMUTABLE)
+    reading = seals.read_only(memfd)
+    assert fcntl.fcntl(reading, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    assert not os.get_inheritable(reading)
+    seals.require(reading, seals.IMMUTABLE, mmap.PAGESIZE)
+    with mmap.mmap(reading, mmap.PAGESIZE, prot=mmap.PROT_READ) as mapping:
+        assert mapping[:4] == b"kept"
+    os.close(reading)
 
 
 def test_a_writer_s_mapping_forbids_the_immutable_seal(memfd):

@@ -36,6 +36,11 @@ RAMBLING = {
     },
 }
 
+LONG = {
+    "by its length": {"type": "string", "minLength": 30},
+    "by its pattern": {"type": "string", "pattern": "^.{30,}$"},
+}
+
 
 class Noise:
     """A model that likes nothing in particular, and an end least of all."""
@@ -73,7 +78,7 @@ def bundle(tmp_path_factory):
 def tokens(bundle):
     """Ids of characters."""
     tokenizer = load_tokenizer(bundle)
-    return {character: tokenizer.token_id(character) for character in '"]},@abkzQ'}
+    return {character: tokenizer.token_id(character) for character in '"]},@(abkzQ'}
 
 
 @pytest.fixture
@@ -111,6 +116,13 @@ def test_what_would_be_cut_off_ends_validly(engine, bundle, kind):
     jsonschema.validate(json.loads(load_tokenizer(bundle).decode(ids)), RAMBLING[kind])
 
 
+@pytest.mark.parametrize("kind", LONG)
+def test_a_string_that_may_not_end_yet_is_written_on_by_the_model(engine, bundle, kind):
+    grammar = json.dumps({"grammars": [{"json_schema": enforceable(LONG[kind])}]})
+    ids, _ = answer(engine, grammar=grammar, max_tokens=36)
+    assert "@@" not in load_tokenizer(bundle).decode(ids)
+
+
 def test_other_grammars_and_requests_that_forbid_tokens_are_left_alone(engine, tokens):
     schema = json.dumps({"grammars": [{"json_schema": enforceable({"type": "string"})}]})
     forbidding = pb.Sampling(temperature=1, seed=3, bad_token_ids=[tokens["}"]])
@@ -121,7 +133,7 @@ def test_other_grammars_and_requests_that_forbid_tokens_are_left_alone(engine, t
 
 
 def test_ends_come_before_leads_and_leads_before_all_else(bundle, tokens):
-    closing = Closing(load_tokenizer(bundle), {END})
+    closing = Closing(load_tokenizer(bundle), {END}, VOCABULARY)
 
     def mask(*tokens):
         bits = np.zeros(-(-VOCABULARY // 32) * 32, dtype=np.uint8)
@@ -136,4 +148,6 @@ def test_ends_come_before_leads_and_leads_before_all_else(bundle, tokens):
     within = [tokens[letter] for letter in "akzQ"]
     for nearest in ('"', "@"):
         assert (closing.narrowed(mask(*within, brace, comma, tokens[nearest])) == mask(tokens[nearest])).all()
+    free = mask(*within, tokens["@"], tokens["("])
+    assert (closing.narrowed(free) == free).all(), "only where there is a format"
     assert (closing.narrowed(mask(*within, brace)) == mask(*within, brace)).all(), "within a string it ends nothing"

@@ -145,13 +145,8 @@ def test_blocks_that_follow_a_prefix_that_is_not_there_are_left_aside(registered
     assert (tokens, end.cached_tokens) == (plain, 4 if registered == prompt[:4] else 0)
 
 
-def test_copying_what_was_restored_holds_an_answer_up_for_a_moment_only(engine, transfers, memory):
-    """Beside an answer that streams, a step copies one block where that takes long, and no more."""
-    prompt = list(range(40, 61))
-    promise = promised(transfers.prepare_export("app"))
-    expected, _ = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
-    contents = export(transfers, promise)[:5]
-    wait_for(lambda: engine._pool.statistics().used == 0)
+def observed(engine, memory) -> tuple[list[str], threading.Event]:
+    """Notes each step's answers; the second step waits for the event. On the engine's clock everything is slow."""
     did: list[str] = []
     both = threading.Event()
     forward = memory.forward
@@ -164,6 +159,17 @@ def test_copying_what_was_restored_holds_an_answer_up_for_a_moment_only(engine, 
     memory.forward = step
     clock = iter(range(1 << 20))
     engine._clock = lambda: float(next(clock))  # every look at it a second later
+    return did, both
+
+
+def test_copying_what_was_restored_holds_an_answer_up_for_a_moment_only(engine, transfers, memory):
+    """Beside an answer that streams, a step copies one block where that takes long, and no more."""
+    prompt = list(range(40, 61))
+    promise = promised(transfers.prepare_export("app"))
+    expected, _ = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
+    contents = export(transfers, promise)[:5]
+    wait_for(lambda: engine._pool.statistics().used == 0)
+    did, both = observed(engine, memory)
     streaming, restored = Collect(), Collect()
     engine.submit(check(pb.GenerateRequest(token_ids=[1, 2, 3], max_tokens=40), engine.bounds), streaming)
     promise = promised(transfers.prepare_import("app", 5))
@@ -193,18 +199,7 @@ def test_a_registered_prompt_is_copied_block_by_block_beside_an_answer(engine, t
     expected, _ = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
     contents = export(transfers, promise)[:5]
     wait_for(lambda: engine._pool.statistics().used == 0)
-    did: list[str] = []
-    both = threading.Event()
-    forward = memory.forward
-
-    def step(batch):
-        did.append(f"step of {len(batch.slices)}")
-        assert len(did) == 1 or both.wait(WAIT_S)
-        return forward(batch)
-
-    memory.forward = step
-    clock = iter(range(1 << 20))
-    engine._clock = lambda: float(next(clock))  # every look at it a second later
+    did, both = observed(engine, memory)
     streaming, first, second = Collect(), Collect(), Collect()
     engine.submit(check(pb.GenerateRequest(token_ids=[1, 2, 3], max_tokens=40), engine.bounds), streaming)
     streaming.events.get(timeout=WAIT_S)

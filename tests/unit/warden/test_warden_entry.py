@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer import seals
+from sealed_entries import stored
 from tie.warden import entry
 from tie.warden.entry import HEADER_BYTES, Kind, Opener, Sealer, Shape
 from tie.warden.errors import EntryError
@@ -30,17 +31,6 @@ GOLDEN_HEADER = (
     "77617264656e0d0a01000100020100006465666768696a6b6c6d6e6f707172737475767778797a7b7c7d7e7f80818283"
     "03000000900f000030000000000000005fc77fd046c55bee71c88e0c3aa94e5d075cb946a625348d7e337086f9808609"
 )
-
-
-def stored(data: bytes | bytearray) -> SealedMemory:
-    """Bytes where the store has them."""
-    descriptor = seals.create("entry", len(data))
-    try:
-        os.pwrite(descriptor, data, 0)
-        seals.add(descriptor, seals.IMMUTABLE)
-        return SealedMemory(descriptor, len(data))
-    finally:
-        os.close(descriptor)
 
 
 def seal(key: ConversationKey, blocks=BLOCKS, manifest=MANIFEST, kind=Kind.SEGMENT) -> bytearray:

@@ -19,7 +19,7 @@ from tie.bones.errors import InputError, WeightsError
 from tie.bones.native import library
 from tie.bones.native.library import BLOCK_TOKENS
 from tie.bones.native.packing import FORMATS, GROUP, PackedMatrix, PackedVector, layout
-from tie.bones.native.threads import MANY, ThreadChoice
+from tie.bones.native.threads import StepThreads
 from tie.bones.rope import rope_frequencies
 
 SPINS: Final = 4000
@@ -89,8 +89,7 @@ class NativeExecutor:
             ),
             InputError,
         )
-        self._few = ThreadChoice(threads, adapt=adapt)
-        self._many = ThreadChoice(threads - 1, adapt=True) if adapt and threads > 1 else self._few
+        self._threads = StepThreads(threads, adapt=adapt)
         self._kept: list[object] = []  # what the engine points to
         self._take_weights(tensors)
         self.block_bytes = int(self._library.tie_native_block_bytes(self._engine))
@@ -139,8 +138,7 @@ class NativeExecutor:
         if not 0 <= rows <= len(all_tokens):
             rows = 0  # some slice asks for an impossible number, and will be refused for it
         logits = np.empty((rows, self.vocab_size), dtype=np.float32)
-        choice = self._many if len(slices) >= MANY else self._few
-        threads = choice.choose(len(all_tokens))
+        threads = self._threads.choose(len(slices), len(all_tokens))
         raw = library.RawBatch(
             counts.ctypes.data, starts.ctypes.data, table_sizes.ctypes.data, wanted.ctypes.data,
             all_tokens.ctypes.data, all_blocks.ctypes.data, copies.ctypes.data, logits.ctypes.data,
@@ -149,7 +147,7 @@ class NativeExecutor:
         )  # fmt: skip
         began = time.perf_counter()
         _check(self._library.tie_native_step(self._engine, ctypes.byref(raw), ctypes.sizeof(raw)), InputError)
-        choice.record(len(all_tokens), threads, time.perf_counter() - began)
+        self._threads.record(len(slices), len(all_tokens), threads, time.perf_counter() - began)
         return logits
 
     def _take_weights(self, tensors: Mapping[str, Bytes]) -> None:

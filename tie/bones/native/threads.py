@@ -7,8 +7,8 @@ run with more or fewer threads, and where that is clearly faster it stays so. Tr
 nothing, and come at once when steps become slower than they were. Pure: time is told to it.
 
 Where many sequences are computed together, their tokens also have to be sealed and sent, by other processes of the same
-node: the executor leaves a core to those, from `MANY` on. What a step loses by that the node gains twice (two cores, 16
-streams).
+node: a core is left to those. Alone a step takes a third longer by that; the node as a whole gains a fifth (two cores,
+16 streams).
 """
 
 import statistics
@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-MANY: Final = 4  # sequences of a step
+_MANY: Final = 4  # sequences of a step
 _STEPS: Final = 3  # of a trial, and of what it is compared with: their median, for anything may interrupt one step
 _CLEARLY: Final = 0.93  # what a trial must take of the usual time to change anything
 _SLOWER: Final = 1.25  # times the usual: a reason to try at once
@@ -32,8 +32,32 @@ class _Times:
     usual: float | None = None
 
 
+class StepThreads:
+    """Chooses for each step, and learns from what it took; apart for steps of few and of many sequences.
+
+    Args:
+        most: threads at most.
+        adapt: whether fewer are taken at all.
+    """
+
+    def __init__(self, most: int, *, adapt: bool) -> None:
+        self._few = ThreadChoice(most, adapt=adapt)
+        self._many = ThreadChoice(most - 1, adapt=True) if adapt and most > 1 else self._few
+
+    def choose(self, sequences: int, rows: int) -> int:
+        """Threads for a step of so many sequences and rows; `record` must follow."""
+        return self._of(sequences).choose(rows)
+
+    def record(self, sequences: int, rows: int, threads: int, seconds: float) -> None:
+        """Takes what a step took with the threads that were chosen for it."""
+        self._of(sequences).record(rows, threads, seconds)
+
+    def _of(self, sequences: int) -> "ThreadChoice":
+        return self._many if sequences >= _MANY else self._few
+
+
 class ThreadChoice:
-    """Chooses for each step, and learns from what it took.
+    """Chooses by what steps took.
 
     Args:
         most: threads at most, and at first.

@@ -63,7 +63,7 @@ class Settings:
     Attributes:
         models: that may be asked for.
         access: who may ask.
-        gather_s: how long pieces of a stream are gathered into one event.
+        gather_s: how long pieces of a stream are gathered into one write; each stays an event of its own.
         turns: turn keys of conversations, or None for none.
     """
 
