@@ -9,13 +9,16 @@ import sys
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from tie.cli.install import distributions, plan, removal, system, tree
 from tie.cli.install.checks import installed
+from tie.cli.install.command import install, uninstall
 from tie.cli.install.distributions import Source
-from tie.cli.install.machine import CONFIG, PREFIX, RUN, SYSUSERS, TREES, UNITS, Machine
-from tie.cli.install.steps import Folder, Link, Step, WriteFiles, carry_out
+from tie.cli.install.machine import ASSETS, CONFIG, PREFIX, RUN, SYSUSERS, TREES, UNITS, Machine
+from tie.cli.install.steps import Folder, Link, Step, WriteFiles, aside, carry_out
 from tie.cli.install.system import Accounts, RunDirectory
 from tie.daemon.errors import ConfigError
 
@@ -301,8 +304,12 @@ def test_of_old_versions_the_last_one_stays(tmp_path):
     for name in ("1", "2", "3"):
         machine.at(TREES / name / "tree").mkdir(parents=True)
     machine.at(PREFIX).symlink_to(TREES / "3/tree")
-    for old in removal.old_trees(machine, keep=TREES / "2"):
+    (machine.at(TREES) / ".3.0123abcd").mkdir()  # what was damaged
+    machine.at(ASSETS / "demo").mkdir(parents=True)
+    machine.at(ASSETS / ".demo.0123abcd").mkdir()
+    for old in removal.spent(machine, before=TREES / "2", after=TREES / "3"):
         old.do()
+    assert {path.name for path in machine.at(ASSETS).iterdir()} == {"demo"}
     assert {path.name for path in machine.at(TREES).iterdir()} == {"2", "3"}
 
 
@@ -315,6 +322,33 @@ def test_a_folder_that_cannot_be_made_whole_does_not_appear(tmp_path):
     with pytest.raises(ConfigError):
         carry_out([Folder(Machine(tmp_path), "", PurePosixPath("/opt/tree"), half)], _quietly)
     assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_mended_is_moved_aside_and_comes_back_if_need_be(tmp_path, fails):
+    machine, place = Machine(tmp_path), PurePosixPath("/opt/tree")
+    machine.at(place).mkdir(parents=True)
+    (machine.at(place) / "module").write_text("damaged")
+    user = (machine.at(place) / "module").open()
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "module").write_text("whole")
+
+    folder = Folder(machine, "", place, make)
+    if fails:
+        with pytest.raises(ConfigError, match="on purpose"):
+            carry_out([folder, _Fails()], _quietly)
+        assert everything(tmp_path) == {"opt/tree/module": b"damaged"}
+        assert user.read() == "damaged"
+        folder.undo()
+        assert everything(tmp_path) == {"opt/tree/module": b"damaged"}, "once is enough"
+    else:
+        carry_out([folder], _quietly)
+        assert (machine.at(place) / "module").read_text() == "whole"
+        (left,) = aside(tmp_path / "opt")
+        assert (left / "module").read_text() == "damaged", "whoever uses it finds all of it"
+    user.close()
 
 
 # ---- an image --------------------------------------------------------------------------------------------------------
@@ -397,3 +431,59 @@ def test_a_machine_that_a_node_cannot_run_on_is_refused(image, lacks):
     (image.root / lacks).unlink()
     with pytest.raises(ConfigError, match="there is no"):
         image.check()
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+def call(command: click.Command, image: Machine, *arguments: str) -> list[str]:
+    """What a command says; its error is raised."""
+    done = CliRunner().invoke(command, ["--root", str(image.root), *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output.splitlines()
+
+
+def test_a_dry_run_says_what_the_real_one_does(image):
+    would = [line.removeprefix("would do: ") for line in call(install, image, "--dry-run") if "would do" in line]
+    assert would
+    before = everything(image.root)
+    assert call(install, image, "--dry-run")
+    assert everything(image.root) == before
+    assert call(install, image)[: len(would)] == would
+    for name in ("0", "1"):
+        (image.at(TREES) / name).mkdir()  # older versions
+    would = [line.removeprefix("would do: ") for line in call(install, image, "--dry-run") if "would do" in line]
+    assert would == [f"no longer needed: {TREES / name}" for name in ("0", "1")]
+    assert call(install, image)[:2] == would
+    would = [line.removeprefix("would do: ") for line in call(uninstall, image, "--dry-run")]
+    assert call(uninstall, image) == would
+
+
+def test_a_dry_run_refuses_what_the_real_one_refuses(image):
+    (image.root / "usr/lib/systemd/systemd").unlink()
+    with pytest.raises(ConfigError, match="no systemd"):
+        call(install, image, "--dry-run")
+
+
+@pytest.mark.parametrize("command", [install, uninstall])
+def test_one_at_a_time_from_the_planning_on(image, command, monkeypatch):
+    monkeypatch.setattr(plan, "steps", lambda *_: pytest.fail("it planned"))
+    monkeypatch.setattr(removal, "steps", lambda *_, **__: pytest.fail("it planned"))
+    with image.alone(), pytest.raises(ConfigError, match="under way"):
+        call(command, image)
+
+
+def test_containers_of_an_image_are_refused(image):
+    before = everything(image.root)
+    with pytest.raises(ConfigError, match="not of an image"):
+        call(install, image, "--container", "app")
+    assert everything(image.root) == before
+    call(install, image, "--container", "none")
+
+
+def test_what_is_in_the_way_is_named_and_stays(image):
+    image.at(PREFIX).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"not ours: {PREFIX}"):
+        call(install, image, "--dry-run")
+    call(uninstall, image)
+    assert image.at(PREFIX).is_dir()

@@ -6,19 +6,22 @@ import shlex
 import signal
 import subprocess
 from contextlib import asynccontextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
 import pytest
 
 from controllerd.controller import Controller
-from tie.cli import control
+from tie.assets.bundle import open_bundle
+from tie.assets.sample import make_sample_bundle
+from tie.cli import control, settings
 from tie.cli.install import exchange, running
-from tie.cli.install.exchange import Exchange, Restart
-from tie.cli.install.machine import CONFIG, MAINTENANCE, PREFIX, TREES, Machine
+from tie.cli.install.exchange import Activate, Exchange, Restart
+from tie.cli.install.machine import ASSETS, COMMAND, CONFIG, MAINTENANCE, PREFIX, TREES, Machine
+from tie.cli.install.model import ACTIVE
 from tie.cli.install.steps import Folder, Link, WriteFiles, carry_out
 from tie.daemon.config import NodeConfig
-from tie.daemon.errors import PeerDiedError, PeerError, PeerTimeoutError
+from tie.daemon.errors import ConfigError, PeerDiedError, PeerError, PeerTimeoutError, RefusedError
 from tie.proto import control_pb2
 
 ROOT = Path(__file__).parents[3]
@@ -52,6 +55,17 @@ class Node:
         self.switched: list[bool] = []
         self.states = [control_pb2.STATE_DRAINING, control_pb2.STATE_MAINTENANCE, control_pb2.STATE_AVAILABLE]
         self.watched = 0
+        self.recycled: list[str] = []
+        self.error = ""
+
+    async def GetStatus(self, request, timeout):  # noqa: N802 (generated name)
+        del request, timeout
+        return control_pb2.NodeStatus(maintenance=self.machine.at(MAINTENANCE).exists())
+
+    async def Recycle(self, request, timeout):  # noqa: N802 (generated name)
+        del request, timeout
+        self.recycled.append(self.machine.at(ACTIVE).resolve().name)
+        yield control_pb2.RecycleProgress(finished=True, error=self.error)
 
     async def SetMaintenance(self, request, timeout) -> None:  # noqa: N802 (generated name)
         del timeout
@@ -103,36 +117,37 @@ def _quietly(text: str) -> None:
     del text
 
 
-@pytest.mark.parametrize("drained", [True, False])
-def test_what_is_laid_beside_comes_first_then_the_node_is_exchanged(host, node, drained):
-    steps = running.arrange(host, changes(host), UNITS, drained=drained)
+@pytest.mark.parametrize("restart", ["drained", "now"])
+def test_what_is_laid_beside_comes_first_then_the_node_is_exchanged(host, node, restart):
+    steps = running.arrange(host, changes(host), UNITS, restart=restart)
     assert [type(step) for step in steps] == [Folder, Exchange, WriteFiles, Link, Restart]
     carry_out(steps, _quietly)
     assert host.starts() == [str(NEW)]
-    assert node.switched == ([True] if drained else [])
+    assert node.switched == ([True] if restart == "drained" else [])
     assert not host.at(MAINTENANCE).exists()
 
 
-@pytest.mark.parametrize("drained", [True, False])
-def test_when_the_new_version_does_not_come_up_the_old_one_is_started(host, node, drained, monkeypatch):
+@pytest.mark.parametrize("restart", ["drained", "now"])
+def test_when_the_new_version_does_not_come_up_the_old_one_is_started(host, node, restart, monkeypatch):
     async def in_vain(self) -> None:
         raise PeerTimeoutError("on purpose")
 
     monkeypatch.setattr(Exchange, "come_up", in_vain)
     said: list[str] = []
     with pytest.raises(PeerTimeoutError, match="on purpose"):
-        carry_out(running.arrange(host, changes(host), UNITS, drained=drained), said.append)
+        carry_out(running.arrange(host, changes(host), UNITS, restart=restart), said.append)
     assert host.starts() == [str(NEW), str(OLD)]
     assert not host.at(MAINTENANCE).exists(), "in service, as before"
+    says = Exchange(host, UNITS, drained=restart == "drained").says
     taken_back = [line for line in said if line.startswith("taking back")]
-    assert taken_back[-2:] == [f"taking back: {Exchange(host, UNITS, drained).says}", "taking back: tree"]
+    assert taken_back[-2:] == [f"taking back: {says}", "taking back: tree"]
 
 
-@pytest.mark.parametrize("drained", [True, False])
-def test_a_node_that_an_operator_holds_out_of_service_stays_there(host, node, drained):
+@pytest.mark.parametrize("restart", ["drained", "now"])
+def test_a_node_that_an_operator_holds_out_of_service_stays_there(host, node, restart):
     host.at(MAINTENANCE).touch()
     node.states = node.states[:2]
-    carry_out(running.arrange(host, changes(host), UNITS, drained=drained), _quietly)
+    carry_out(running.arrange(host, changes(host), UNITS, restart=restart), _quietly)
     assert host.starts() == [str(NEW)]
     assert host.at(MAINTENANCE).exists()
 
@@ -152,7 +167,7 @@ def test_an_interrupted_drain_leaves_the_node_as_it_was(host, node, number, rest
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            carry_out(running.arrange(host, changes(host), UNITS, drained=True), _quietly)
+            carry_out(running.arrange(host, changes(host), UNITS, restart="drained"), _quietly)
     finally:
         signal.signal(signal.SIGINT, before)
     assert host.starts() == [], "nothing was changed, so nothing is started"
@@ -172,7 +187,7 @@ def test_a_drain_in_vain_is_what_is_told_even_if_the_node_cannot_be_put_in_servi
     monkeypatch.setattr(node, "SetMaintenance", only_on)
     said: list[str] = []
     with pytest.raises(PeerError, match="the controller ended"):
-        carry_out(running.arrange(host, changes(host), UNITS, drained=True), said.append)
+        carry_out(running.arrange(host, changes(host), UNITS, restart="drained"), said.append)
     assert any("nobody answers" in line for line in said)
 
 
@@ -183,6 +198,109 @@ def test_coming_up_has_one_deadline_and_does_not_spin(host, node, monkeypatch):
     with pytest.raises(PeerTimeoutError):
         asyncio.run(Exchange(host, UNITS, drained=False).come_up())
     assert 1 <= node.watched <= 4
+
+
+# ---- another model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def models(host, monkeypatch) -> Host:
+    """Two bundles on the machine, of which the node serves the first."""
+    for seed, name in enumerate("ab"):
+        make_sample_bundle(host.at(ASSETS / name), seed=seed)
+    host.at(ACTIVE).symlink_to("a")
+    serve(monkeypatch, host.at(ACTIVE))
+    return host
+
+
+def serve(monkeypatch, link: Path) -> None:
+    """The running node's configuration names this link."""
+    monkeypatch.setattr(settings, "load_running", lambda _: SimpleNamespace(model=SimpleNamespace(bundle=str(link))))
+
+
+def another(machine: Machine) -> list:
+    return [
+        Folder(machine, "model", ASSETS / "c", lambda folder: folder.mkdir()),
+        Link(machine, "served", ACTIVE, PurePosixPath("b")),
+        Link(machine, "command", COMMAND, PREFIX / "bin/tie"),
+    ]
+
+
+def kinds(steps) -> list[type]:
+    return [type(step) for step in steps]
+
+
+def test_another_model_is_activated_at_the_end(host, monkeypatch):
+    serve(monkeypatch, Path(ACTIVE))
+    steps = running.arrange(host, another(host), UNITS, restart="drained")
+    assert kinds(steps) == [Folder, Link, Activate]
+    steps = running.arrange(host, [*another(host), *changes(host)], UNITS, restart="drained")
+    assert kinds(steps) == [Folder, Folder, Exchange, Link, Link, WriteFiles, Link, Restart], "once is enough"
+    steps = running.arrange(host, another(host), UNITS, restart="now")
+    assert kinds(steps) == [Folder, Exchange, Link, Link, Restart], "the node is not waited for"
+
+
+def test_a_running_node_never_gets_another_model_without_a_runtime(host, monkeypatch):
+    serve(monkeypatch, Path(ACTIVE))
+    with pytest.raises(ConfigError, match="runtime"):
+        running.arrange(host, another(host), UNITS, restart="no")
+    assert kinds(running.arrange(host, changes(host), UNITS, restart="no")) == kinds(changes(host))
+
+
+def test_a_link_that_the_running_node_does_not_look_at_is_only_a_link(host, monkeypatch):
+    serve(monkeypatch, Path("/srv/models/active"))
+    assert kinds(running.arrange(host, another(host), UNITS, restart="drained")) == [Folder, Link, Link]
+    assert kinds(running.arrange(host, another(host), UNITS, restart="no")) == [Folder, Link, Link]
+
+
+def test_what_a_running_node_uses_is_mended_while_it_is_drained(host):
+    host.at(TREES / "2").mkdir(parents=True)
+    steps = running.arrange(host, changes(host)[1:2], UNITS, restart="drained")
+    assert kinds(steps) == [Exchange, Folder, Restart]
+
+
+def test_an_activation_exchanges_the_runtime_only(models, node):
+    carry_out([Activate(models, UNITS, "served", ACTIVE, PurePosixPath("b"))], _quietly)
+    assert open_bundle(models.at(ACTIVE)).directory == models.at(ASSETS / "b").resolve()
+    assert node.recycled == ["b"]
+    assert models.starts() == []
+    assert not models.at(MAINTENANCE).exists()
+
+
+@pytest.mark.parametrize("rested", [False, True])
+def test_a_model_that_the_node_does_not_come_up_with_gives_way_to_the_old_one(models, node, rested):
+    if rested:
+        models.at(MAINTENANCE).touch()
+    node.error = "fresh-runtime-deadline"
+    with pytest.raises(RefusedError, match="fresh-runtime-deadline"):
+        carry_out([Activate(models, UNITS, "served", ACTIVE, PurePosixPath("b"))], _quietly)
+    assert open_bundle(models.at(ACTIVE)).directory == models.at(ASSETS / "a").resolve()
+    assert len(models.starts()) == (0 if rested else 1)
+    assert models.at(MAINTENANCE).exists() is rested, "as it was"
+
+
+def test_a_model_is_taken_back_with_what_comes_after_it(models, node):
+    broken = Link(models, "in the way", ACTIVE.parent / "a", PREFIX)  # a folder is there
+    with pytest.raises(ConfigError):
+        carry_out([Activate(models, UNITS, "served", ACTIVE, PurePosixPath("b")), broken], _quietly)
+    assert open_bundle(models.at(ACTIVE)).directory == models.at(ASSETS / "a").resolve()
+    assert len(models.starts()) == 1
+
+
+def test_an_interrupted_activation_that_was_still_waiting_changes_nothing(models, node, monkeypatch):
+    async def interrupted(request, timeout):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(node, "Watch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out([Activate(models, UNITS, "served", ACTIVE, PurePosixPath("b"))], _quietly)
+    assert models.link(ACTIVE) == "a"
+    assert models.starts() == []
+    assert not models.at(MAINTENANCE).exists()
+
+
+# ---- maintenance -----------------------------------------------------------------------------------------------------
 
 
 def test_what_an_operator_wants_outlives_the_controller(tmp_path):

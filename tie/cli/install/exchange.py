@@ -5,10 +5,13 @@ asks again. No request that was accepted is cut off, unless that is asked for.
 """
 
 import asyncio
+import os
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from tie.assets import active
 from tie.cli import control
+from tie.cli.activate import activate_bundle
 from tie.cli.install.machine import KEYS, MAINTENANCE, RUN, TARGET, Machine
 from tie.daemon.errors import PeerError, PeerTimeoutError
 from tie.proto import control_pb2
@@ -56,18 +59,13 @@ class Exchange:
     def undo(self) -> None:
         """Starts the node again, with what it had before; or puts it in service again, if that was not yet due."""
         if self._free:
-            self.start_anew()
+            self.start()
         elif self._asked and not self._rested:
             asyncio.run(_return())
 
-    def start_anew(self) -> None:
-        """Stops the node, reads its units again and starts it, out of service only where it was before all this."""
-        stop(self.machine, self.units)
-        if not self._rested:
-            # While the controller is ended this note is all that there is of the wish.
-            self.machine.at(MAINTENANCE).unlink(missing_ok=True)
-        self.machine.run("systemctl", "daemon-reload")
-        self.machine.run("systemctl", "start", TARGET)
+    def start(self) -> None:
+        """Starts the node with what it has now, out of service only where it was before all this."""
+        start_anew(self.machine, self.units, rested=self._rested)
 
     async def _withdraw(self) -> None:
         async with control.connected(Path(RUN)) as connection:
@@ -107,11 +105,53 @@ class Restart:
         Raises:
             TieError: the node does not come up.
         """
-        self.exchange.start_anew()
+        self.exchange.start()
         asyncio.run(self.exchange.come_up())
 
     def undo(self) -> None:
         """Nothing: `Exchange` starts what was before, once the rest has been taken back."""
+
+
+@dataclass
+class Activate:
+    """Another model for a running node, whose version stays: only its runtime is exchanged (`tie assets activate`).
+
+    Attributes:
+        machine: where it runs.
+        units: all of its units.
+        link: what its configuration names.
+        bundle: where the link shall lead, relative to it.
+    """
+
+    machine: Machine
+    units: list[str]
+    says: str
+    link: PurePosixPath
+    bundle: PurePosixPath
+    _before: str = ""
+    _rested: bool = False
+
+    def do(self) -> None:
+        """Withdraws the node, exchanges model and runtime, and lets it return.
+
+        Raises:
+            TieError: requests do not end, or the node does not come up with that model.
+        """
+        self._rested = self.machine.at(MAINTENANCE).exists()
+        self._before = self.machine.link(self.link)
+        activate_bundle(Path(RUN), self.machine.at(self.link.parent / self.bundle))
+
+    def undo(self) -> None:
+        """Starts the node with the model that it had; nothing where it was only withdrawn, and is back."""
+        link = self.machine.at(self.link)
+        if not self._before:
+            return
+        if os.path.realpath(link) == os.path.realpath(link.parent / self._before):
+            if self._rested or not self.machine.at(MAINTENANCE).exists():
+                return
+        else:
+            active.point(link, link.parent / self._before)
+        start_anew(self.machine, self.units, rested=self._rested)
 
 
 def stop(machine: Machine, units: list[str]) -> None:
@@ -124,6 +164,22 @@ def stop(machine: Machine, units: list[str]) -> None:
     single = [unit for unit in units if "@" not in unit and unit not in (TARGET, KEYS) and not unit.endswith(".slice")]
     instances = [unit.replace("@", "@*") for unit in units if "@" in unit]
     machine.run("systemctl", "stop", TARGET, *single, *instances)
+
+
+def start_anew(machine: Machine, units: list[str], *, rested: bool) -> None:
+    """Stops a node, reads its units again and starts it.
+
+    Args:
+        machine: where it runs.
+        units: all of its units.
+        rested: whether it stays out of service, where it is.
+    """
+    stop(machine, units)
+    if not rested:
+        # While the controller is ended this note is all that there is of the wish.
+        machine.at(MAINTENANCE).unlink(missing_ok=True)
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "start", TARGET)
 
 
 async def _return() -> None:

@@ -1,6 +1,7 @@
 """What an installation does: steps that can each be taken back, so that one that fails leaves the machine as it was."""
 
 import contextlib
+import re
 import secrets
 import shutil
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from tie.cli.install.machine import SYSUSERS, Machine
+from tie.daemon.errors import ConfigError
 
 Say = Callable[[str], None]
 
@@ -126,14 +128,20 @@ class Link:
     says: str
     place: PurePosixPath
     target: PurePosixPath
-    _before: str | None = None
+    _before: str = ""
     _begun: bool = False
     _made: list[Path] = field(default_factory=list)
 
     def do(self) -> None:
-        """Makes the link, or points it elsewhere."""
+        """Makes the link, or points it elsewhere.
+
+        Raises:
+            ConfigError: something else is there.
+        """
         path = self.machine.at(self.place)
-        self._before = str(path.readlink()) if path.is_symlink() else None
+        if path.exists() and not path.is_symlink():
+            raise ConfigError(f"{path} is not a link, so it cannot lead elsewhere", hint="move it to another place")
+        self._before = self.machine.link(self.place)
         _make_folder(path.parent, self._made)
         self._begun = True
         _point(path, str(self.target))
@@ -141,7 +149,7 @@ class Link:
     def undo(self) -> None:
         """Points it where it pointed, or removes it."""
         path = self.machine.at(self.place)
-        if self._begun and self._before is not None:
+        if self._begun and self._before:
             _point(path, self._before)
         elif self._begun:
             path.unlink(missing_ok=True)
@@ -150,7 +158,11 @@ class Link:
 
 @dataclass
 class Folder:
-    """A folder that appears whole: made beside its place by `make`, and renamed."""
+    """A folder that appears whole: made beside its place by `make`, and renamed.
+
+    What is there already, because it is damaged, is moved aside first, for whoever still uses it and for `undo`; it is
+    removed once all steps are done (`aside`).
+    """
 
     machine: Machine
     says: str
@@ -158,26 +170,38 @@ class Folder:
     make: Callable[[Path], None]
     _fresh: Path | None = None
     _whole: bool = False
+    _aside: Path | None = None
     _made: list[Path] = field(default_factory=list)
 
     def do(self) -> None:
         """Makes it."""
         path = self.machine.at(self.place)
         _make_folder(path.parent, self._made)
-        self._fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        self._fresh = _beside(path)
         self.make(self._fresh)
         self._whole = True
-        if path.exists():  # damaged, or it would not be made anew
-            shutil.rmtree(path)
+        if path.exists():
+            self._aside = _beside(path)
+            path.rename(self._aside)
         self._fresh.rename(path)
 
     def undo(self) -> None:
-        """Removes it."""
+        """Removes it, and puts back what was there."""
+        path = self.machine.at(self.place)
         if self._fresh is not None and self._fresh.exists():
             shutil.rmtree(self._fresh)
-        elif self._whole:  # and in its place
-            shutil.rmtree(self.machine.at(self.place))
+        elif self._whole:
+            shutil.rmtree(path)
+        self._whole = False
+        if self._aside is not None and self._aside.exists():
+            self._aside.rename(path)
         _remove_made(self._made)
+
+
+def aside(folder: Path) -> list[Path]:
+    """What `Folder` has left in a folder: what it has replaced, and what it had half made when it was killed."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in found if re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name))
 
 
 @dataclass
@@ -202,7 +226,7 @@ class Command:
 
 def replace(path: Path, content: bytes) -> None:
     """Writes a file for everybody to read, all at once."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    fresh = _beside(path)
     try:
         fresh.write_bytes(content)
         fresh.chmod(0o644)
@@ -211,8 +235,12 @@ def replace(path: Path, content: bytes) -> None:
         fresh.unlink(missing_ok=True)
 
 
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+
+
 def _point(path: Path, target: str) -> None:
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    fresh = _beside(path)
     try:
         fresh.symlink_to(target)
         fresh.rename(path)
