@@ -105,7 +105,9 @@ class _Recipe:
         project = next(item for item in chosen if distributions.canonical(item.name) == distributions.PROJECT)
         named = hashlib.sha256(f"{PREFIX} {machine.python}".encode())
         for name in containers:
-            named.update(f"\0{name} {roots.ROOTS[name]} {roots.system(machine.python)}".encode())
+            named.update(
+                f"\0{name} {roots.ROOTS[name]} {roots.fingerprint(roots.ROOTS[name], machine.python)}".encode()
+            )
         for source in sorted(sources, key=lambda source: source.path):
             content = source.sha256 or hashlib.sha256(distributions.read(source)).hexdigest()
             named.update(f"\0{source.path} {content}".encode())
