@@ -116,6 +116,8 @@ def _stop(machine: Machine, units: list[str]) -> None:
 def _forget(machine: Machine, units: list[str]) -> None:
     machine.run("systemctl", "daemon-reload")
     forget_failures(machine, units)
+    # Asked for a unit, systemd looks whether anything of it is left; that its cgroup became empty may have escaped it.
+    machine.run("systemctl", "show", "--property=LoadState", *(unit for unit in units if "@" not in unit))
 
 
 def _run(machine: Machine, argv: list[str]) -> None:
