@@ -10,7 +10,7 @@ from tie.cli.install import distributions, files, ours
 from tie.cli.install.exchange import stop
 from tie.cli.install.machine import ASSETS, CONFIG, KEYS, RUN, STATE, TARGET, TREES, Machine
 from tie.cli.install.steps import WriteFiles, aside
-from tie.cli.install.system import forget_failures, names, remove_accounts
+from tie.cli.install.system import collect, forget_failures, names, remove_accounts
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,7 @@ def _stop(machine: Machine, units: list[str]) -> None:
 def _forget(machine: Machine, units: list[str]) -> None:
     machine.run("systemctl", "daemon-reload")
     forget_failures(machine, units)
-    # Asked for a unit, systemd looks whether anything of it is left; that its cgroup became empty may have escaped it.
-    machine.run("systemctl", "show", "--property=LoadState", *(unit for unit in units if "@" not in unit))
+    collect(machine, units)
 
 
 def _run(machine: Machine, argv: list[str]) -> None:

@@ -87,8 +87,22 @@ def remove_accounts(machine: Machine, accounts: set[str], *, keep: set[str]) -> 
 
 def forget_failures(machine: Machine, units: Sequence[str]) -> None:
     """Lets systemd forget which of these units have failed; else it would list them when they are long gone."""
-    patterns = [unit.replace("@", "@*") for unit in units]
-    listed = machine.run("systemctl", "list-units", "--failed", "--plain", "--no-legend", *patterns)
-    failed = [line.split()[0] for line in listed.splitlines() if line.strip()]
+    failed = _listed(machine, "--failed", units)
     if failed:
         machine.run("systemctl", "reset-failed", *failed)
+
+
+def collect(machine: Machine, units: Sequence[str]) -> None:
+    """Lets systemd look again at units that it still lists: it may have missed that a cgroup became empty.
+
+    Asked for a unit, it looks whether anything is left of it.
+    """
+    there = _listed(machine, "--all", units)
+    if there:
+        machine.run("systemctl", "show", "--property=ActiveState", *there)
+
+
+def _listed(machine: Machine, which: str, units: Sequence[str]) -> list[str]:
+    patterns = [unit.replace("@", "@*") for unit in units]
+    listed = machine.run("systemctl", "list-units", which, "--plain", "--no-legend", *patterns)
+    return [line.split()[0] for line in listed.splitlines() if line.strip()]
