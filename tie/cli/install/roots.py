@@ -287,6 +287,7 @@ def drop_in(root: Root, directory: PurePosixPath, unit: str) -> str:
     bound = " ".join(re.findall(r"(?m)^BindReadOnlyPaths=(.*)$", unit)).split()
     kept = [path for path in bound if path.lstrip("-") not in ("/usr", "/etc/ld.so.cache", str(PREFIX))]
     lines = [f"RootDirectory={directory}", "BindReadOnlyPaths=", f"BindReadOnlyPaths={' '.join(kept)}"]
+    lines += re.findall(r"(?m)^BindPaths=.+$", unit)  # both are one list to systemd: an empty one empties both
     if "\nNoExecPaths=" in unit:  # there is nothing to run
         lines += ["NoExecPaths=", "ExecPaths="]
     return f"# {root.unit}: a root of its own.\n[Service]\n" + "\n".join(lines) + "\n"
