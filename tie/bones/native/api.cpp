@@ -3,7 +3,6 @@
 // Memory that is handed in (weights, cache) must outlive the engine. One call at a time on an engine. Functions return
 // null, or what is wrong: then nothing was changed.
 #include <algorithm>
-#include <memory>
 #include <system_error>
 
 #include "forward.h"
@@ -42,26 +41,20 @@ struct Batch {
 
 struct Engine {
   Model model;
-  std::unique_ptr<Layer[]> layers;
-  Workspace workspace;
+  Workspace space;
   Team team;
-  Buffer<int32_t> tokens, positions, owners, tables, wanted;
-  Buffer<bool> written;  // of each block of the pool, whether the batch writes it; all false between calls
-  Buffer<Slice> slices;
 
-  Engine(const Shape& shape, int threads, int spins) : layers(new Layer[shape.layers]), team(threads, spins) {
+  Engine(const Shape& shape, int threads, int spins) : team(threads, spins) {
     model.shape = shape;
-    model.layers = layers.get();
+    model.layers.resize(shape.layers);
   }
 
   bool complete() const {
     const Shape& s = model.shape;
     bool all = model.cache && model.embedding.data && model.head.data && model.norm && model.frequencies;
-    for (int i = 0; i < s.layers; ++i) {
-      const Layer& l = layers[i];
+    for (const Layer& l : model.layers)
       all = all && l.qkv.data && l.output.data && l.gate_up.data && l.down.data && l.attention_norm &&
             l.feed_forward_norm && (!s.qk_norm || (l.query_norm && l.key_norm));
-    }
     return all;
   }
 
@@ -100,29 +93,34 @@ Problem Engine::check(const Batch& batch) const {
 
 // A checked batch as flat rows.
 Problem Engine::lay_out(const Batch& batch, Step& step) {
-  step = {static_cast<int>(batch.rows), static_cast<int>(batch.slices), 0, tokens.reserve(batch.rows),
-          positions.reserve(batch.rows), owners.reserve(batch.rows), slices.reserve(batch.slices),
-          wanted.reserve(batch.wanted), batch.logits, true, batch.copied, static_cast<int>(batch.copies), static_cast<int>(batch.threads)};
-  written.reserve(model.blocks);
-  std::copy(batch.blocks, batch.blocks + batch.table_blocks, tables.reserve(batch.table_blocks));
-  std::copy(batch.tokens, batch.tokens + batch.rows, tokens.data());
+  space.begin();
+  auto* tokens = space.take<int32_t>(batch.rows);
+  auto* positions = space.take<int32_t>(batch.rows);
+  auto* owners = space.take<int32_t>(batch.rows);
+  auto* wanted = space.take<int32_t>(batch.wanted);
+  auto* table = space.take<int32_t>(batch.table_blocks);
+  auto* slices = space.take<Slice>(batch.slices);
+  bool* written = space.take<bool>(model.blocks);  // whether the batch writes it; all false between calls
+  std::copy_n(batch.tokens, batch.rows, tokens);
+  std::copy_n(batch.blocks, batch.table_blocks, table);
+  step = {static_cast<int>(batch.rows), static_cast<int>(batch.slices), 0, tokens, positions, owners, slices, wanted,
+          batch.logits, true, batch.copied, static_cast<int>(batch.copies), static_cast<int>(batch.threads)};
 
   bool twice = false;
   int row = 0;
-  const int32_t* table = tables.data();
   const auto for_written = [&](const Slice& slice, auto use) {
     for (int b = slice.start / kBlockTokens; b * kBlockTokens < slice.start + slice.count; ++b)
-      use(written.data()[slice.blocks[b]]);
+      use(written[slice.blocks[b]]);
   };
   for (int i = 0; i < step.slices; ++i) {
-    Slice& slice = slices.data()[i];
-    slice = {row, static_cast<int>(batch.counts[i]), static_cast<int>(batch.starts[i]), table};
+    slices[i] = {row, static_cast<int>(batch.counts[i]), static_cast<int>(batch.starts[i]), table};
+    const Slice& slice = slices[i];
     table += batch.table_sizes[i];
     step.alone = step.alone && slice.count == 1;
     for (int k = 0; k < slice.count; ++k, ++row) {
-      positions.data()[row] = slice.start + k;
-      owners.data()[row] = i;
-      if (k >= slice.count - batch.logit_counts[i]) wanted.data()[step.wanted++] = row;
+      positions[row] = slice.start + k;
+      owners[row] = i;
+      if (k >= slice.count - batch.logit_counts[i]) wanted[step.wanted++] = row;
     }
     for_written(slice, [&](bool& mark) {
       twice = twice || mark;
@@ -130,9 +128,9 @@ Problem Engine::lay_out(const Batch& batch, Step& step) {
     });
   }
   for (int i = 0; i < step.slices; ++i)
-    for (int b = 0; b < step.slice[i].start / kBlockTokens; ++b)
-      step.alone = step.alone && !written.data()[step.slice[i].blocks[b]];
-  for (int i = 0; i < step.slices; ++i) for_written(step.slice[i], [](bool& mark) { mark = false; });
+    for (int b = 0; b < slices[i].start / kBlockTokens; ++b)
+      step.alone = step.alone && !written[slices[i].blocks[b]];
+  for (int i = 0; i < step.slices; ++i) for_written(slices[i], [](bool& mark) { mark = false; });
   return twice ? "a block is written twice in one batch" : kNone;
 }
 
@@ -150,7 +148,7 @@ static Place place(Engine& engine, int32_t role, int32_t layer) {
   Model& m = engine.model;
   if (layer < 0 || layer >= s.layers) return {};
   if (layer && (role == kEmbedding || role == kHead || role == kFrequencies || role == kNorm)) return {};
-  Layer& l = engine.layers[layer];
+  Layer& l = m.layers[layer];
   const int inner = round_up(s.intermediate, kGroup);
   switch (role) {
     case kEmbedding: return {&m.embedding, nullptr, s.vocab, s.hidden};
@@ -236,7 +234,7 @@ TIE_EXPORT Problem tie_native_step(Engine* engine, const Batch* batch, uint64_t 
   if (const Problem problem = engine->check(*batch)) return problem;
   Step step;
   if (const Problem problem = engine->lay_out(*batch, step)) return problem;
-  forward(engine->model, step, engine->workspace, engine->team);
+  forward(engine->model, step, engine->space, engine->team);
   return kNone;
 } catch (const std::bad_alloc&) {
   return kNoMemory;

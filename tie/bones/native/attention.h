@@ -36,9 +36,10 @@ TIE_INLINE void score_block(AttentionScratch& s, int query, const uint16_t* keys
     for (int n = 0; n < N; ++n) sums[n] = dot_pairs(sums[n], k, &s.queries[query + n][2 * pair]);
   }
   for (int n = 0; n < N; ++n) {
-    const int from = s.first_key[query + n] - first, to = s.last_key[query + n] - first;
-    if (from > 0 || to < kBlockTokens - 1) sums[n] = keep(sums[n], from, to, all(kNever));
-    store(&s.scores[query + n][column], sums[n]);
+    float* scores = &s.scores[query + n][column];
+    store(scores, sums[n]);
+    for (int i = 0; i < kBlockTokens; ++i)
+      if (first + i < s.first_key[query + n] || first + i > s.last_key[query + n]) scores[i] = kNever;
   }
 }
 
@@ -88,41 +89,36 @@ inline void attend(AttentionScratch& s, int queries, const Model& model, int lay
   const Shape& shape = model.shape;
   const int size = part_size(shape);
   for (int query = 0; query < queries; ++query) {
-    float* part = parts + query * size;
-    for (int i = 0; i < size; ++i) part[i] = 0;
-    part[0] = kNever;
+    std::fill_n(parts + query * size, size, 0.0f);
+    parts[query * size] = kNever;
   }
   constexpr int kSpanBlocks = kSpan / kBlockTokens;
   constexpr int kQueriesPerValue = kQueriesAtOnce / 2;  // 4 vectors of values stay in registers beside their sums
   for (int from = first; from < last; from += kSpanBlocks) {
-    const int count = last - from < kSpanBlocks ? last - from : kSpanBlocks;
+    const int count = std::min(last - from, kSpanBlocks);
     for (int b = 0; b < count; ++b) {
       const uint16_t* keys = model.keys(blocks[from + b], layer, head);
       for (int query = 0; query < queries; query += kQueriesAtOnce)
-        with_constant<kQueriesAtOnce>(queries - query < kQueriesAtOnce ? queries - query : kQueriesAtOnce, [&](auto n) {
-          score_block<decltype(n)::value>(s, query, keys, shape.head_dim, (from + b) * kBlockTokens, b * kBlockTokens);
+        with_constant<kQueriesAtOnce>(std::min(queries - query, kQueriesAtOnce), [&](auto n) {
+          score_block<n()>(s, query, keys, shape.head_dim, (from + b) * kBlockTokens, b * kBlockTokens);
         });
     }
     for (int query = 0; query < queries; ++query) soften(s, query, count * kBlockTokens, parts + query * size);
     for (int query = 0; query < queries; query += kQueriesPerValue)
-      with_constant<kQueriesPerValue>(
-          queries - query < kQueriesPerValue ? queries - query : kQueriesPerValue, [&](auto n) {
-            for (int dim = 0; dim < shape.value_dim(); dim += 4 * kLanes) {
-              const int vectors = (shape.value_dim() - dim) / kLanes;
-              with_constant<4>(vectors < 4 ? vectors : 4, [&](auto v) {
-                add_values<decltype(n)::value, decltype(v)::value>(s, query, model, layer, head, blocks + from, count,
-                                                                   dim, parts + query * size, size);
-              });
-            }
+      with_constant<kQueriesPerValue>(std::min(queries - query, kQueriesPerValue), [&](auto n) {
+        for (int dim = 0; dim < shape.value_dim(); dim += 4 * kLanes)
+          with_constant<4>(std::min((shape.value_dim() - dim) / kLanes, 4), [&](auto v) {
+            add_values<n(), v()>(s, query, model, layer, head, blocks + from, count, dim, parts + query * size, size);
           });
+      });
   }
 }
 
 // One query's result over all its keys, from the `count` parts that it was split into.
 inline void merge(const float* parts, int count, size_t stride, int head_dim, float* out) {
   float most = kNever, total = 0;
-  for (int i = 0; i < count; ++i) most = parts[i * stride] > most ? parts[i * stride] : most;
-  for (int d = 0; d < head_dim; ++d) out[d] = 0;
+  for (int i = 0; i < count; ++i) most = std::max(most, parts[i * stride]);
+  std::fill_n(out, head_dim, 0.0f);
   for (int i = 0; i < count; ++i) {
     const float* part = parts + i * stride;
     const float weight = std::exp(part[0] - most);

@@ -9,30 +9,43 @@
 // for the output projection, and gate-up into those for the down projection.
 #include "forward.h"
 
+#include <algorithm>
+
 #include "attention.h"
 
 namespace tie {
 namespace {
+
+// Rows of one slice that attend together, and the blocks that they see.
+struct Piece {
+  int slice, row, rows;
+  int first_block, last_block;  // of the slice's table
+  int splits;                   // among how many tasks, for each key head
+  size_t part;                  // where its parts begin
+};
+
+struct AttentionTask {
+  int piece, head, split;
+};
 
 constexpr int kOwnRows = 4;  // up to so many rows, every member normalises all of them for itself: cheaper than to meet
 
 class Forward {
  public:
   Forward(const Model& model, const Step& step, Workspace& space, Team& team)
-      : model_(model), shape_(model.shape), step_(step), team_(team), input_(space.input),
-        mixed_(space.mixed), inner_(space.inner), size_(part_size(shape_)) {
+      : model_(model), shape_(model.shape), step_(step), team_(team), size_(part_size(shape_)) {
     hidden_ = round_up(shape_.hidden, kGroup);
     qkv_ = round_up(shape_.qkv_width(), kTileRows);
-    row_floats_ = round_up(shape_.hidden > shape_.query_width() ? shape_.hidden : shape_.query_width(), kGroup);
-    const int rows = step.rows, members = step.threads;
-    residual_ = space.residual.reserve(static_cast<size_t>(rows) * hidden_);
-    qkv_rows_ = space.qkv.reserve(static_cast<size_t>(rows) * qkv_);
-    angles_ = space.angles.reserve(static_cast<size_t>(rows) * shape_.head_dim);
-    member_rows_ = space.member_rows.reserve(static_cast<size_t>(members) * row_floats_);
-    input_.reserve(rows, shape_.hidden, members);
-    mixed_.reserve(rows, shape_.query_width());
-    inner_.reserve(rows, shape_.intermediate);
-    scratch_ = reinterpret_cast<AttentionScratch*>(space.scratch.reserve(members * sizeof(AttentionScratch)));
+    row_floats_ = round_up(std::max(shape_.hidden, shape_.query_width()), kGroup);
+    const size_t rows = step.rows, members = step.threads;
+    residual_ = space.take<float>(rows * hidden_);
+    qkv_rows_ = space.take<float>(rows * qkv_);
+    angles_ = space.take<float>(rows * shape_.head_dim);
+    member_rows_ = space.take<float>(members * row_floats_);
+    scratch_ = space.take<AttentionScratch>(members);
+    input_ = room(space, shape_.hidden, step.threads);
+    mixed_ = room(space, shape_.query_width());
+    inner_ = room(space, shape_.intermediate);
     plan_attention(space);
   }
 
@@ -55,14 +68,14 @@ class Forward {
             for (int head = 0; head < shape_.kv_heads; ++head) file(number, row, head);
         });
       }
-      Activations mixed = mixed_.take(step_.rows, layer.output);
+      Activations mixed = mixed_.shaped(step_.rows, layer.output);
       team_.share(task_count_, 1, [&](int first, int last) {
         for (int task = first; task < last; ++task) attend_task(member, number, tasks_[task], mixed);
       });
       add_product(layer.output, mixed, layer.output_bias);
 
       x = normalised(member, step_.rows, nullptr, layer.feed_forward_norm, layer.gate_up);
-      Activations inner = inner_.take(step_.rows, layer.down);
+      Activations inner = inner_.shaped(step_.rows, layer.down);
       team_.share(inner.groups, grain(inner.groups), [&](int first, int last) {
         multiply_gated(layer.gate_up, first, last, x, step_.rows, inner);
       });
@@ -77,11 +90,18 @@ class Forward {
   }
 
  private:
+  // For the activations of all rows, whatever weights they meet; and for a block of each member's own.
+  Activations room(Workspace& space, int columns, int members = 0) const {
+    const int groups = round_up(columns, kGroup) / kGroup;
+    const size_t blocks = std::max(round_up(step_.rows, Activations::kSlots) / Activations::kSlots, members);
+    const size_t slots = blocks * groups * Activations::kSlots;
+    return {space.take<uint8_t>(slots * kGroup * sizeof(uint16_t)), space.take<float>(slots * 2), groups};
+  }
+
   // How many items a member takes at a time: few enough to end together, and, where many rows pass over them, to stay
   // in the nearest cache.
   int grain(int items) const {
-    const int most = step_.rows > Activations::kSlots ? 4 : 32, fair = items / (8 * step_.threads);
-    return fair < 1 ? 1 : fair > most ? most : fair;
+    return std::clamp(items / (8 * step_.threads), 1, step_.rows > Activations::kSlots ? 4 : 32);
   }
 
   float* residual_row(int row) const { return residual_ + static_cast<size_t>(row) * hidden_; }
@@ -107,11 +127,11 @@ class Forward {
       to.put_row(row, buffer);
     };
     if (rows <= kOwnRows) {
-      Activations own = input_.take(rows, weights, member);
+      Activations own = input_.shaped(rows, weights, member);
       for (int row = 0; row < rows; ++row) put(own, row);
       return own;
     }
-    Activations all_rows = input_.take(rows, weights);
+    Activations all_rows = input_.shaped(rows, weights);
     team_.share(rows, 1, [&](int first, int last) {
       for (int row = first; row < last; ++row) put(all_rows, row);
     });
@@ -185,8 +205,8 @@ class Forward {
     const int most = kQueries / group;  // rows in a piece
     int count = 0;
     for (int i = 0; i < step_.slices; ++i) count += (step_.slice[i].count + most - 1) / most;
-    pieces_ = space.pieces.reserve(count);
-    finished_ = space.finished.reserve(count);
+    pieces_ = space.take<Piece>(count);
+    finished_ = space.take<std::atomic<int>>(count);
     // Split contexts only where there are too few pieces to keep the whole team busy: all of it, however many work on
     // this step, so that their number does not change the result.
     const int wish = (4 * team_.threads() + count * shape_.kv_heads - 1) / (count * shape_.kv_heads);
@@ -195,19 +215,18 @@ class Forward {
     for (int i = 0; i < step_.slices; ++i) {
       const Slice& slice = step_.slice[i];
       for (int row = 0; row < slice.count; row += most) {
-        const int rows = slice.count - row < most ? slice.count - row : most;
+        const int rows = std::min(slice.count - row, most);
         const int first = slice.start + row, end = first + rows;
         const int seen = shape_.window && first + 1 > shape_.window ? first + 1 - shape_.window : 0;
         Piece piece{i, slice.row + row, rows, seen / kBlockTokens, (end + kBlockTokens - 1) / kBlockTokens, 1, parts};
-        const int useful = (piece.last_block - piece.first_block + 3) / 4;  // a split has at least four blocks
-        piece.splits = useful < wish ? useful : wish;
+        piece.splits = std::min((piece.last_block - piece.first_block + 3) / 4, wish);  // of at least four blocks each
         parts += static_cast<size_t>(piece.splits) * shape_.heads * rows * size_;
         tasks += piece.splits * shape_.kv_heads;
         pieces_[made++] = piece;
       }
     }
-    parts_ = space.parts.reserve(parts);
-    tasks_ = space.tasks.reserve(tasks);
+    parts_ = space.take<float>(parts);
+    tasks_ = space.take<AttentionTask>(tasks);
     for (int i = 0; i < count; ++i) {
       finished_[i].store(0, std::memory_order_relaxed);
       for (int split = 0; split < pieces_[i].splits; ++split)
@@ -259,10 +278,10 @@ class Forward {
   const Shape& shape_;
   const Step& step_;
   Team& team_;
-  ActivationBuffer &input_, &mixed_, &inner_;
   const int size_;  // of a part
   int hidden_, qkv_, row_floats_;  // widths with padding
   float *residual_, *qkv_rows_, *angles_, *parts_, *member_rows_;
+  Activations input_, mixed_, inner_;
   AttentionScratch* scratch_;
   Piece* pieces_;
   AttentionTask* tasks_;
@@ -289,8 +308,8 @@ void clear_begun_blocks(const Model& model, const Step& step) {
 
 }  // namespace
 
-void forward(const Model& model, const Step& step, Workspace& workspace, Team& team) {
-  Forward pass(model, step, workspace, team);
+void forward(const Model& model, const Step& step, Workspace& space, Team& team) {
+  Forward pass(model, step, space, team);
   copy_blocks(model, step);
   clear_begun_blocks(model, step);
   auto body = [&](int member) { pass.run(member); };

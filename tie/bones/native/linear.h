@@ -4,6 +4,9 @@
 // summed as whole numbers and scaled once. (A scale per row would lose outliers, one per batch would couple sequences.)
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "model.h"
 #include "simd.h"
 
@@ -14,17 +17,19 @@ namespace tie {
 struct Activations {
   static constexpr int kSlots = 8;
 
-  uint8_t* data;  // [block][group][slot][32], int8 or bf16
-  float* scales;  // [block][group][2][slot]: the scale, and scale * sum of the integers; none with bf16
-  int block_rows;  // rows in a block: as even as can be, for half-empty blocks waste time
-  int groups;
-  int width;  // bytes of a value
+  uint8_t* data = nullptr;  // [block][group][slot][32], int8 or bf16
+  float* scales = nullptr;  // [block][group][2][slot]: the scale, and scale * sum of the integers; none with bf16
+  int room = 0;             // groups that there is memory for, in each block
+  int block_rows = 0;       // rows in a block: as even as can be, for half-empty blocks waste time
+  int groups = 0;
+  int width = 0;  // bytes of a value
 
-  void shape(int rows, const Matrix& weights) {
+  // The same memory for `rows` rows that will meet `weights`, from the block of a member on.
+  Activations shaped(int rows, const Matrix& weights, int member = 0) const {
     const int blocks = (rows + kSlots - 1) / kSlots;
-    block_rows = (rows + blocks - 1) / blocks;
-    groups = weights.groups();
-    width = weights.format == Format::kBf16 ? 2 : 1;
+    const size_t before = static_cast<size_t>(member) * room * kSlots;
+    return {data + before * kGroup * sizeof(uint16_t), scales + before * 2, room, (rows + blocks - 1) / blocks,
+            weights.groups(), weights.format == Format::kBf16 ? 2 : 1};
   }
   uint8_t* at(int block, int group, int slot) const {
     return data + ((static_cast<size_t>(block) * groups + group) * kSlots + slot) * kGroup * width;
@@ -64,18 +69,13 @@ struct Activations {
   }
 };
 
-template <int N>
-struct Constant {
-  static constexpr int value = N;
-};
-
 // Calls f with the whole number n, 1 <= n <= N, as a compile-time constant.
 template <int N, class Function>
 TIE_INLINE void with_constant(int n, Function f) {
   if constexpr (N == 1)
-    f(Constant<1>{});
+    f(std::integral_constant<int, 1>());
   else if (n == N)
-    f(Constant<N>{});
+    f(std::integral_constant<int, N>());
   else
     with_constant<N - 1>(n, f);
 }
@@ -154,10 +154,9 @@ TIE_INLINE void tile_times(const Matrix& w, int tile, const Activations& x, int 
 template <class Use>
 TIE_INLINE void for_rows(const Activations& x, int rows, Use use) {
   for (int row = 0, block = 0; row < rows; row += x.block_rows, ++block) {
-    const int held = rows - row < x.block_rows ? rows - row : x.block_rows;
+    const int held = std::min(rows - row, x.block_rows);
     for (int slot = 0; slot < held; slot += kRowsAtOnce) {
-      const int count = held - slot < kRowsAtOnce ? held - slot : kRowsAtOnce;
-      with_constant<kRowsAtOnce>(count, [&](auto n) { use(row + slot, n, block, slot); });
+      with_constant<kRowsAtOnce>(std::min(held - slot, kRowsAtOnce), [&](auto n) { use(row + slot, n, block, slot); });
     }
   }
 }
@@ -166,10 +165,10 @@ TIE_INLINE void for_rows(const Activations& x, int rows, Use use) {
 template <class Use>
 void multiply(const Matrix& w, int first, int last, const Activations& x, int rows, Use use) {
   for_rows(x, rows, [&](int row, auto n, int block, int slot) {
-    F out[decltype(n)::value];
+    F out[n()];
     for (int tile = first; tile < last; ++tile) {
       tile_times(w, tile, x, block, slot, out);
-      for (int i = 0; i < decltype(n)::value; ++i) use(row + i, tile, out[i]);
+      for (int i = 0; i < n(); ++i) use(row + i, tile, out[i]);
     }
   });
 }
@@ -180,7 +179,7 @@ TIE_INLINE F swiglu(F gate, F up) { return gate / (all(1) + exponential(zero() -
 inline void multiply_gated(const Matrix& w, int first, int last, const Activations& x, int rows,
                            const Activations& result) {
   for_rows(x, rows, [&](int row, auto n, int block, int slot) {
-    constexpr int kCount = decltype(n)::value;
+    constexpr int kCount = n();
     F gate[kCount], up[kCount], half[kCount];
     for (int group = first; group < last; ++group) {
       for (int side = 0; side < 2; ++side) {

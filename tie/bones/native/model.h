@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <vector>
 
 namespace tie {
 
@@ -92,7 +93,7 @@ struct Model {
   Matrix embedding, head;
   const float* norm = nullptr;
   const float* frequencies = nullptr;  // [head_dim / 2], of the rotary embedding, padded too
-  Layer* layers = nullptr;
+  std::vector<Layer> layers;
   uint16_t* cache = nullptr;  // [blocks] of Shape::block_bytes()
   int blocks = 0;
 

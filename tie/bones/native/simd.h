@@ -103,17 +103,6 @@ TIE_INLINE F magnitude(F a) { return each<F>([&](int i) { return (Floats)((Words
 TIE_INLINE F nearest(F a) {  // |a| < 2^22: beyond 2^23 floats are whole, so the sum is rounded
   return each<F>([&](int i) { return (a.v[i] + 0x1.8p23f) - 0x1.8p23f; });
 }
-TIE_INLINE Ints lane_numbers(int part) {
-  static constexpr int32_t kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return read<Ints>(kNumbers + part * kWidth);
-}
-// Lanes first..last of a, `other` elsewhere.
-TIE_INLINE F keep(F a, int first, int last, F other) {
-  return each<F>([&](int i) {
-    const Ints lane = lane_numbers(i), from = first - Ints{}, to = last - Ints{};
-    return (lane >= from) & (lane <= to) ? a.v[i] : other.v[i];
-  });
-}
 TIE_INLINE void store_i8(int8_t* p, F whole) {  // |whole| <= 127, or not a number: then anything
 #if TIE_AVX2
   const __m256i words = _mm256_permute4x64_epi64(
@@ -207,12 +196,10 @@ TIE_INLINE F dot_pairs(F acc, Pairs w, const void* x) {
   const float even = bf16_to_float(static_cast<uint16_t>(pair)), odd = bf16_to_float(static_cast<uint16_t>(pair >> 16));
   return fma(w.odd, all(odd), fma(w.even, all(even), acc));
 }
-TIE_INLINE void store_bf16(uint16_t* p, F a) {  // as float_to_bf16
-  for (int i = 0; i < kParts; ++i) {
-    const Words bits = (Words)a.v[i], rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const Halves halves = __builtin_convertvector(a.v[i] != a.v[i] ? bits >> 16 | 0x40 : rounded, Halves);
-    std::memcpy(p + i * kWidth, &halves, sizeof halves);
-  }
+TIE_INLINE void store_bf16(uint16_t* p, F a) {
+  float x[kLanes];
+  store(x, a);
+  for (int i = 0; i < kLanes; ++i) p[i] = float_to_bf16(x[i]);
 }
 #endif
 

@@ -27,8 +27,6 @@ class Turn {
       if (now() != seen) return;
 #if defined(__x86_64__)
       __builtin_ia32_pause();
-#elif defined(__aarch64__)
-      asm volatile("yield");
 #endif
     }
     number_.wait(seen);
