@@ -5,7 +5,6 @@ mapping stays, nobody can make another one, and nobody can change the size, so n
 """
 
 import os
-from types import TracebackType
 from typing import Self
 
 from kvxfer import seals
@@ -91,9 +90,7 @@ class ProducerBuffer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -159,9 +156,7 @@ class ConsumerBuffer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -8,7 +8,6 @@ modulo their size. Where it does not, all of this works page by page.
 
 import mmap
 import os
-from types import TracebackType
 from typing import Final, Self
 
 from kvxfer import pages
@@ -87,9 +86,7 @@ class Mapping:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import Final, Self
 
 from kvxfer.buffer import ConsumerBuffer, ProducerBuffer
@@ -146,9 +145,7 @@ class Producer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -237,9 +234,7 @@ class Consumer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _listen(self, deadline: float) -> None:

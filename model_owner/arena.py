@@ -193,11 +193,17 @@ def sealed_copy(name: str, data: bytes) -> int:
 
     Raises:
         ArenaError: no memory.
+        SealError: the kernel does not seal.
+        OSError: there is no descriptor left.
     """
     descriptor = allocate(name, len(data))
-    written = 0
-    while written < len(data):
-        written += os.pwrite(descriptor, data[written:], written)
+    try:
+        written = 0
+        while written < len(data):
+            written += os.pwrite(descriptor, data[written:], written)
+    except OSError:
+        os.close(descriptor)
+        raise
     return _freeze(descriptor)
 
 
@@ -205,16 +211,16 @@ def allocate(name: str, size: int) -> int:
     """A memfd of `size` bytes of memory that is there, to be sealed.
 
     Raises:
-        ArenaError: no memory.
+        ArenaError: no memory, or no descriptor for it.
     """
     try:
         descriptor = seals.create(name, size)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError:
+            os.close(descriptor)
+            raise
     except OSError as error:
-        raise ArenaError(f"no {size} bytes of memory: {error.strerror}", code="out-of-memory") from error
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        os.close(descriptor)
         code = "out-of-memory" if error.errno in {errno.ENOMEM, errno.ENOSPC} else "no-memfd"
         raise ArenaError(f"no {size} bytes of memory: {error.strerror}", code=code) from error
     return descriptor

@@ -10,38 +10,24 @@ new writable mapping and every write, `F_SEAL_SHRINK` and `F_SEAL_GROW` fix its 
 mapping that the filling runtime made before stays writable, and ends with that runtime. The metadata is kept as a copy
 of the owner's own. The owner looks into neither: who restores a pool judges it (`tie.runtime.prefix_restore`).
 
-What takes time, to find a gigabyte of memory or to read and hash metadata, is done on another thread. Meanwhile anybody
-may throw the pool away: who asked is told so, and what was made for it goes.
+What takes time is done aside (`pool_memory`). Meanwhile anybody may throw the pool away: who asked is told so, and what
+was made for it goes. Until then its memory counts.
 """
 
 import asyncio
-import hashlib
-import hmac
 import os
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvxfer import seals
 from kvxfer.errors import KvxferError
 from kvxfer.header import Header
-from model_owner.arena import ArenaError, allocate, sealed_copy
+from model_owner.arena import ArenaError
+from model_owner.pool_memory import Descriptors, PoolRefusedError, duplicates, made_aside, room, sealed
 from tie.proto import owner_pb2
 
 MAX_RANKS: Final = 64
 MAX_METADATA_BYTES: Final = 64 * 1024 * 1024
 _SHA256_BYTES: Final = 32
-
-
-class PoolRefusedError(Exception):
-    """What was asked for is not possible now, or not at all.
-
-    Attributes:
-        code: stable.
-    """
-
-    def __init__(self, code: str) -> None:
-        super().__init__(code)
-        self.code = code
 
 
 @dataclass(eq=False, slots=True)
@@ -72,9 +58,14 @@ class Pool:
         return owner_pb2.POOL_STAGE_SEALED if self.holder is None else owner_pb2.POOL_STAGE_FILLING
 
     @property
-    def descriptors(self) -> tuple[int, int]:
+    def descriptors(self) -> Descriptors:
         """What a client gets; the pool keeps and closes them."""
         return self.pool, self.metadata
+
+    @property
+    def cost(self) -> int:
+        """Bytes of memory that it takes."""
+        return self.header.buffer_bytes + self.metadata_bytes
 
     def state(self) -> owner_pb2.PoolState:
         """What the owner says of it."""
@@ -107,7 +98,7 @@ class PrefixPools:
     """All ranks' pools. The event loop's own.
 
     Attributes:
-        max_bytes: of all pools together.
+        max_bytes: of all pools together, with their metadata.
         seals: pools sealed since start.
         restores: pools handed out again.
         resets: times that there was something to throw away, and it was.
@@ -118,6 +109,7 @@ class PrefixPools:
     restores: int = 0
     resets: int = 0
     _pools: dict[int, Pool] = field(default_factory=dict)
+    _making: set[Pool] = field(default_factory=set)  # what threads work on, though it may have been thrown away
 
     async def allocate(self, request: owner_pb2.PoolAllocate, holder: object) -> Pool:
         """Makes a rank's pool; `holder` fills it.
@@ -131,15 +123,22 @@ class PrefixPools:
         if any(other.world_size != world_size for other in self._pools.values()):
             raise PoolRefusedError("pool-of-other-split")
         header = _header(request.format)
-        used = sum(other.header.buffer_bytes for other in self._pools.values())
-        if used + header.buffer_bytes > self.max_bytes or not 0 < request.metadata_capacity <= MAX_METADATA_BYTES:
+        made = Pool(world_size, header, request.metadata_capacity, holder)
+        used = sum(other.cost for other in {*self._pools.values(), *self._making})
+        if used + made.cost > self.max_bytes or not 0 < made.metadata_bytes <= MAX_METADATA_BYTES:
             raise PoolRefusedError("pool-too-large")
-        made = self._pools[rank] = Pool(world_size, header, request.metadata_capacity, holder)
+        self._pools[rank] = made
+        self._making.add(made)
         try:
-            made.pool, made.metadata = await asyncio.to_thread(_room, header.buffer_bytes, request.metadata_capacity)
+            made.pool, made.metadata = await made_aside(room, header.buffer_bytes, made.metadata_bytes)
         except ArenaError as error:
             self._throw_away(rank, made)
             raise PoolRefusedError(error.code) from error
+        except asyncio.CancelledError:
+            self._throw_away(rank, made)
+            raise
+        finally:
+            self._making.discard(made)
         if self._pools.get(rank) is not made:
             made.close()
             raise PoolRefusedError("pool-not-yours")
@@ -158,18 +157,22 @@ class PrefixPools:
         try:
             if not 0 < request.metadata_bytes <= pool.metadata_bytes or len(request.trie_sha256) != _SHA256_BYTES:
                 raise PoolRefusedError("metadata-impossible")  # noqa: TRY301 (whatever is wrong ends the pool)
-            # Descriptors of its own: the pool's may be closed meanwhile.
-            own = os.dup(pool.pool), os.dup(pool.metadata)
-            sealed = await asyncio.to_thread(_sealed, *own, request)
-        except (PoolRefusedError, ArenaError, KvxferError) as error:
+            self._making.add(pool)
+            made = await made_aside(sealed, *duplicates(pool.descriptors), request)
+        except (PoolRefusedError, ArenaError, KvxferError, OSError) as error:
             self._throw_away(rank, pool)
             raise PoolRefusedError(getattr(error, "code", "pool-not-sealed")) from error
+        except asyncio.CancelledError:
+            self._throw_away(rank, pool)
+            raise
+        finally:
+            self._making.discard(pool)
         if self._pools.get(rank) is not pool:
-            for descriptor in sealed:
+            for descriptor in made:
                 os.close(descriptor)
             raise PoolRefusedError("pool-not-yours")
         pool.close()
-        pool.pool, pool.metadata = sealed
+        pool.pool, pool.metadata = made
         pool.metadata_bytes = request.metadata_bytes
         pool.metadata_sha256, pool.trie_sha256 = request.metadata_sha256, request.trie_sha256
         pool.holder = None
@@ -219,40 +222,6 @@ class PrefixPools:
         status.pool_bytes = sum(pool.header.buffer_bytes for pool in self._pools.values())
         status.pool_blocks = max((pool.header.block_count for pool in self._pools.values()), default=0)
         status.pool_seals, status.pool_restores, status.pool_resets = self.seals, self.restores, self.resets
-
-
-def _room(pool_bytes: int, metadata_bytes: int) -> tuple[int, int]:
-    """Memory for a pool and its metadata.
-
-    Raises:
-        ArenaError: there is none.
-    """
-    pool = allocate("tie-prefix-pool", pool_bytes)
-    try:
-        return pool, allocate("tie-prefix-metadata", metadata_bytes)
-    except ArenaError:
-        os.close(pool)
-        raise
-
-
-def _sealed(pool: int, metadata: int, request: owner_pb2.PoolSeal) -> tuple[int, int]:
-    """The pool, sealed, and a sealed copy of its metadata, both for reading only; closes the descriptors given.
-
-    Raises:
-        PoolRefusedError: the metadata is not what is said of it.
-        ArenaError: no memory for the copy.
-        KvxferError: the kernel does not seal.
-    """
-    try:
-        content = os.pread(metadata, request.metadata_bytes, 0)
-        if not hmac.compare_digest(hashlib.sha256(content).digest(), request.metadata_sha256):
-            raise PoolRefusedError("metadata-mismatch")
-        seals.add(pool, seals.READ_ONLY_FOR_OTHERS)
-        copy = sealed_copy("tie-prefix-metadata", content)
-        return seals.read_only(pool), copy  # one thing less for a client to try
-    finally:
-        os.close(pool)
-        os.close(metadata)
 
 
 def _placed(rank: int, world_size: int) -> tuple[int, int]:

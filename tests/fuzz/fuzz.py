@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of one target (atheris, which drives libFuzzer; the extra `fuzz`).
 
-    python tests/fuzz/fuzz.py header|import|store|reply|entry [--runs 1000000] [--seconds 300] [--seed 1] [--keep]
+    python tests/fuzz/fuzz.py header|import|store|reply|entry|proxy [--runs 1000000] [--seconds 300] [--seed 1] [--keep]
 
 Prints executions, coverage and peak memory. An input that breaks something is written beside the working corpus and
 ends the run with its path. --keep takes some of what was found into tests/fuzz/corpus.
@@ -25,7 +25,7 @@ _KEPT = 60
 _INNER = """
 import sys
 import atheris
-with atheris.instrument_imports(include=["kvxfer", "tie.store", "tie.warden", "tie.runtime.kv_blocks"]):
+with atheris.instrument_imports(include=["kvxfer", "tie.store", "tie.warden", "tie.runtime.kv_blocks", "tie.device"]):
     import fuzz_targets
 target = fuzz_targets.TARGETS[sys.argv.pop(1)]
 atheris.Setup(sys.argv, target)
@@ -35,8 +35,7 @@ atheris.Fuzz()
 
 def _libfuzzer(target: str, *options: str) -> str:
     """Runs the instrumented target; gives what libFuzzer said."""
-    folders = [str(_HERE), str(_HERE.parent / "helpers")]
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {folders!r}\n{_INNER}", target, *options]
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(_HERE)!r})\n{_INNER}", target, *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     said = done.stdout.decode(errors="replace")
     if done.returncode:

@@ -1,4 +1,4 @@
-"""What a fuzzer throws bytes at: everything that reads what another process wrote on the way of a KV cache.
+"""What a fuzzer throws bytes at: everything that reads what another process wrote on the way of a KV cache; the proxy.
 
 Each target takes any bytes, and raises only when the code under it does what it must not. Expected errors are the
 answer to nearly all inputs; what is let through is checked for being what it claims to be.
@@ -6,16 +6,16 @@ answer to nearly all inputs; what is let through is checked for being what it cl
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import os
-import secrets
 import struct
 import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
+
+from fuzz_entry import entry
+from fuzz_proxy import proxy
 
 from kvxfer import doorbell, seals
 from kvxfer.buffer import ConsumerBuffer
@@ -23,18 +23,12 @@ from kvxfer.channel import Channel
 from kvxfer.errors import KvxferError
 from kvxfer.header import COMMITTED_OFFSET, HEADER_BYTES, Header
 from kvxfer.pool import BufferPool
-from sealed_entries import stored
-from tie.proto import store_pb2, warden_pb2
+from tie.proto import store_pb2
 from tie.runtime import kv_blocks
 from tie.store.client import StoreClient, StoreError
 from tie.store.entries import Entries, Limits
 from tie.store.memory import NAME
 from tie.store.server import ConnectionLimits, _Client
-from tie.warden.entry import HEADER_BYTES as ENTRY_HEADER_BYTES
-from tie.warden.entry import Kind, Opener, Sealer, Shape
-from tie.warden.errors import EntryError
-from tie.warden.keys import ConversationKey, Root
-from tie.warden.manifest import CacheFormat, Manifest, Segment
 
 CORPUS = Path(__file__).with_name("corpus")
 PAGE = 4096
@@ -232,92 +226,11 @@ def reply(data: bytes) -> None:
         theirs.close()
 
 
-# --- the sealed entry ---
-
-KEY = ConversationKey(Root.TURN, bytes(range(32)))
-FORMAT = CacheFormat("model", "release", "layout", 4, 32)
-
-
-def _sealed(salt: bytes, kind: Kind, manifest: bytes, blocks: int) -> bytes:
-    """An authentic entry, the same each time. The warden itself draws salts at random."""
-    shape = Shape.of(manifest, blocks, FORMAT.block_bytes if blocks else 0)
-    out = bytearray(shape.entry_bytes)
-    with mock.patch.object(secrets, "token_bytes", return_value=salt):
-        sealer = Sealer(KEY, kind, manifest, shape, memoryview(out))
-    for number in range(blocks):
-        sealer.seal(memoryview(bytes([number]) * FORMAT.block_bytes))
-    return bytes(out)
-
-
-_SALT = hashlib.sha256(b"fuzz").digest()
-_COMMITMENT = KEY.commitment(_SALT)
-SEGMENT = _sealed(_SALT, Kind.SEGMENT, Manifest(FORMAT, 0, tuple(range(12))).encode(), 3)
-HEAD = _sealed(
-    _SALT, Kind.HEAD, Manifest(FORMAT, 0, tuple(range(12)), (Segment(INDICES[0], 3, bytes(32)),)).encode(), 0
-)
-
-
-def entry(data: bytes) -> None:
-    """A sealed entry; byte 0 says what the rest is.
-
-    0: patches of an authentic segment; 1: of a head; 2: a header that commits to the right key and lies about the rest;
-    3: an entry; 4 and above: the content of an authentic manifest.
-    """
-    if not data:
-        return
-    mode, rest = data[0], data[1:]
-    if mode >= 4:
-        _manifest(rest)
-        return
-    genuine = HEAD if mode == 1 else SEGMENT
-    sealed = bytearray(genuine)
-    if mode == 2:
-        head = bytearray(rest[:ENTRY_HEADER_BYTES].ljust(ENTRY_HEADER_BYTES, b"\0"))
-        head[16:48], head[64:96] = _SALT, _COMMITMENT
-        sealed[:ENTRY_HEADER_BYTES] = head
-        sealed += rest[ENTRY_HEADER_BYTES:]
-    elif mode == 3:
-        sealed = bytearray(rest)
-    else:
-        for at in range(0, len(rest) - 2, 3):
-            sealed[int.from_bytes(rest[at : at + 2], "little") % len(sealed)] ^= rest[at + 2]
-        del sealed[len(sealed) - len(rest) % 3 :]
-    for kind in Kind:
-        with contextlib.suppress(EntryError):
-            _opened(bytes(sealed), kind, genuine)
-
-
-def _opened(sealed: bytes, kind: Kind, genuine: bytes) -> None:
-    opener = Opener(KEY, kind, stored(sealed))
-    # Whatever opens was sealed with the key: header and manifest are what they were.
-    assert sealed[: opener.shape.offset(0)] == genuine[: opener.shape.offset(0)]
-    Manifest.decode(opener.manifest, FORMAT)
-    for block in range(opener.shape.block_count):
-        into = bytearray(b"\xff" * opener.shape.block_bytes)
-        try:
-            opener.open(block, memoryview(into))
-        except EntryError:
-            assert not any(into)
-        else:
-            assert into == bytes([block]) * opener.shape.block_bytes
-
-
-def _manifest(plaintext: bytes) -> None:
-    with contextlib.suppress(EntryError):
-        manifest = Manifest.decode(plaintext, FORMAT)
-        assert manifest.format == FORMAT
-        assert len(manifest.token_ids) == manifest.block_count * FORMAT.block_tokens > 0
-        if manifest.segments:
-            assert sum(segment.block_count for segment in manifest.segments) == manifest.block_count
-        again = Manifest.decode(manifest.encode(), FORMAT)
-        assert again == manifest
-        assert warden_pb2.Manifest.FromString(manifest.encode()).block_tokens == FORMAT.block_tokens
-
-
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "header": header,
     "import": import_,
     "store": store,
     "reply": reply,
     "entry": entry,
+    "proxy": proxy,
 }

@@ -1,10 +1,46 @@
 """First inputs of each target, made from what the code itself writes. `python tests/fuzz/seeds.py` writes the files."""
 
-from fuzz_targets import CORPUS, EXPECTED, FORMAT, INDICES, PAGE
+import json
+
+from fuzz_entry import FORMAT
+from fuzz_targets import CORPUS, EXPECTED, INDICES, PAGE
 
 from kvxfer.header import Header
 from tie.proto import store_pb2
 from tie.warden.manifest import Manifest, Segment
+
+_HELLO = {"role": "user", "content": "hi"}
+_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {}}}}
+_CHATS = (
+    {
+        "messages": [_HELLO],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "stop": ["s"],
+        "n": 2,
+        "seed": -1,
+    },
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "r"},
+        ],
+        "tools": [_TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "parallel_tool_calls": False,
+    },
+    {"messages": [_HELLO], "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}, "user": "u"},
+    {"messages": [_HELLO], "logprobs": True, "top_logprobs": 2, "max_completion_tokens": 9, "store": None},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+)
+_PROMPT = {"prompt": ["p"], "logprobs": 1, "stop": "s", "logit_bias": {"7": -1}, "echo": False}
+_WRITTEN = (
+    b'Well. <tool_call>\n{"name": "f", "arguments": {"a": ["}"]}}\n</tool_call>\n and <tool_call',
+    b' {"name": "weather", "parameters": {"a": {"b": "\\""}}} ',
+    b'<tool_call>{"name": "stranger", "arguments": {}}</tool_call>',
+)
 
 
 def _request(**kind: object) -> bytes:
@@ -57,7 +93,14 @@ def seeds() -> dict[str, list[bytes]]:
             b"\2" + bytes(96),
             b"\3warden\r\n",
             b"\4" + head.encode(),
+            b"\6" + (4096).to_bytes(4, "little"),
+            b"\6" + len(head.encode()).to_bytes(4, "little") + head.encode(),
             b"\4" + Manifest(FORMAT, 4, tuple(range(8)), (), bytes(32)).encode(),
+        ],
+        "proxy": [
+            *(b"\0" + json.dumps({"model": "m", **body}).encode() for body in _CHATS),
+            b"\2" + json.dumps({"model": "m", **_PROMPT}).encode(),
+            *(flags + text for text in _WRITTEN for flags in (b"\1", b"\3", b"\x0d")),
         ],
     }
 

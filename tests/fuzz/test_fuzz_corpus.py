@@ -1,6 +1,7 @@
 """What fuzzing has kept, once more; that the targets can fail; and a few kills (`kills.py` has the campaign)."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from kvxfer import transfer
 from kvxfer.header import Header
+from tie.device.proxy import tool_calls
 from tie.store import client
 from tie.store.entries import Entries
 from tie.warden.entry import Opener
@@ -40,6 +42,13 @@ def test_what_was_found_is_harmless(target):
     run(target, inputs)
 
 
+@pytest.mark.parametrize("script", ["fuzz.py", "kills.py"])
+def test_a_campaign_can_be_started_from_anywhere(script, tmp_path):
+    """Outside of pytest nobody says where the helpers are."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), "--help"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60, capture_output=True)
+
+
 def leave(*_):
     """Does nothing where something must be done."""
 
@@ -64,6 +73,7 @@ BREAKS = {
     "store": (Entries, "release", leave),
     "reply": (client.seals, "require", leave),
     "entry": (Opener, "_open", open_without_wiping),
+    "proxy": (tool_calls, "_unsure", lambda _: 0),
 }
 
 

@@ -1,12 +1,20 @@
-"""What is asked of an edge, and apps that answer too little."""
+"""What is asked of an edge, played apps that answer, and a proxy before it."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
 
 import httpx
 
 from tie.device import AsyncClient
+from tie.device.proxy.handler import Settings
+from tie.device.proxy.service import serve
 from tie.device.session import Session
 from tie.proto import request_pb2
 
 HELLO = [{"role": "user", "content": "hello there"}]
+DEADLINE_S = 60.0
 SOON_S = 5.0  # the design promises 2; a loaded test machine may stop for a moment
 
 
@@ -26,6 +34,30 @@ async def post(edge, content) -> httpx.Response:
     """Sends a body as it is."""
     async with httpx.AsyncClient(base_url=edge.url, http1=False, http2=True, timeout=30) as http:
         return await http.post("/v1/requests", content=content)
+
+
+@contextlib.asynccontextmanager
+async def proxied(client: AsyncClient, **settings) -> AsyncIterator[str]:
+    """The address of a proxy that asks with `client`; the keyword arguments are what its user chose."""
+    stopping = asyncio.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = asyncio.create_task(serve(client, Settings(models=("m",), **settings), listening, stopping))
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            stopping.set()
+            async with asyncio.timeout(DEADLINE_S):
+                await serving
+
+
+async def echo(run) -> None:
+    """An app that answers with the text of the request's first message, word by word."""
+    request = await run.request()
+    if request is None:
+        return
+    for word in request.messages[0].parts[0].text.split():
+        await run.text(word + " ")
+    await run.done()
 
 
 async def silent(run) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import queue
-import time
 
 import torch
 
@@ -56,14 +55,6 @@ class Memory:
     def _at(self, blocks, position):
         start = position % TOKENS * (BYTES // TOKENS)
         return int.from_bytes(self.block_view(blocks[position // TOKENS])[start : start + 4], "little")
-
-
-def wait_for(condition):
-    """Waits for what another thread does."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class Collect:

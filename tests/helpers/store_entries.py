@@ -2,7 +2,6 @@
 
 import mmap
 import os
-import time
 
 import grpc
 import pytest
@@ -48,11 +47,3 @@ def metrics(store) -> dict[str, float]:
     with grpc.insecure_channel(f"unix:{store.config.sockets.store_control}") as channel:
         text = metrics_pb2_grpc.MetricsStub(channel).Scrape(metrics_pb2.ScrapeRequest(), timeout=10).text
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"}
-
-
-def wait_for(condition, seconds: float = 10) -> None:
-    """Waits for what the daemon does by itself."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

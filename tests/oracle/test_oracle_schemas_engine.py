@@ -107,15 +107,36 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return made
 
 
-def test_every_answer_is_valid_or_its_schema_is_refused(node):
+def as_answer(schema):
+    """A request for JSON under a schema."""
+    return request_pb2.InferenceRequest(constraint=request_pb2.Constraint(json_schema=schema))
+
+
+def as_call(schema):
+    """A request for a call whose arguments follow a schema."""
+    tool = request_pb2.Tool(name="tool", parameters_json=schema)
+    return request_pb2.InferenceRequest(tools=[tool], tool_choice="required")
+
+
+def arguments(text):
+    """Of the one call that a text consists of."""
+    opening, closing = constraints.CALL_TAGS
+    assert text.startswith(opening)
+    assert text.endswith(closing)
+    return json.loads(text.removeprefix(opening).removesuffix(closing))["arguments"]
+
+
+@pytest.mark.parametrize(("wish", "value"), [(as_answer, json.loads), (as_call, arguments)], ids=["answers", "calls"])
+def test_every_answer_is_valid_or_its_schema_is_refused(node, wish, value):
     entries = [json.loads(line) for line in CORPUS.read_text().splitlines()]
+    if wish is as_call:  # arguments are always an object
+        entries = [entry for entry in entries if entry["schema"].get("type") == "object"]
     if not WHOLE:
         entries = entries[:: len(entries) // SAMPLE][:SAMPLE]
     waiting, refused = [], []
     for entry in entries:
-        constraint = request_pb2.Constraint(json_schema=json.dumps(entry["schema"]))
         try:
-            waiting.append((entry, constraints.grammar(request_pb2.InferenceRequest(constraint=constraint))))
+            waiting.append((entry, constraints.grammar(wish(json.dumps(entry["schema"])), tagged_calls=True)))
         except RefusalError as refusal:
             refused.append(refusal.detail)
     answers, valid, cut = 0, 0, []
@@ -123,14 +144,14 @@ def test_every_answer_is_valid_or_its_schema_is_refused(node):
         finished, unfinished = ask(node, waiting, attempt)
         for entry, text in finished:
             dialect = jsonschema.validators.validator_for(entry["schema"], default=jsonschema.Draft202012Validator)
-            dialect(entry["schema"]).validate(json.loads(text))
+            dialect(entry["schema"]).validate(value(text))
         answers, valid, cut = answers + len(waiting), valid + len(finished), [*cut, len(unfinished)]
         waiting = unfinished
     print(
         f"{len(entries)} schemas: {len(refused)} refused, {valid} with a valid answer, {len(waiting)} without an end;"
         f" {answers} answers, of each attempt {cut} cut by max_tokens; {[entry['id'] for entry, _ in waiting]}"
     )
-    assert all(len(detail) > len("constraint.json_schema: ") for detail in refused)
+    assert all(len(detail.partition(": ")[2]) > 0 for detail in refused)
     assert len(refused) <= 0.2 * len(entries)
     assert len(waiting) <= 0.02 * len(entries)
 
@@ -143,6 +164,7 @@ def ask(node, waiting, attempt):
         message = pb.GenerateRequest(
             token_ids=prompt("Invent an example and write it as short JSON."),
             grammar=grammar,
+            json=True,
             max_tokens=MAX_TOKENS << attempt,
             sampling=pb.Sampling(temperature=1, seed=1000 * attempt + place),
         )

@@ -107,6 +107,11 @@ def grammar(request: request_pb2.InferenceRequest, *, tagged_calls: bool = False
             return _compiled({"lark_grammar": constraint.lark}, field)
 
 
+def of_json(request: request_pb2.InferenceRequest) -> bool:
+    """Whether its grammar, if it has one, is of JSON or of calls, which hold JSON."""
+    return request.constraint.WhichOneof("kind") not in {"regex", "lark"}
+
+
 def json_value(text: str, field: str) -> Any:
     """Parses JSON that the user wrote.
 

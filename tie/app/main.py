@@ -4,7 +4,6 @@ The connection comes as descriptor 3 (`Accept=yes` socket activation). Everythin
 process's memory; it may write no file, leaves no core, and ends without tidying up, because nothing is to be kept.
 """
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -13,36 +12,27 @@ import resource
 import signal
 import socket
 import sys
-from pathlib import Path
 
-from tie import __version__
 from tie.daemon import config as node_config
 from tie.daemon import log
 from tie.daemon.activation import accepted_connection
 from tie.daemon.errors import UserError
 from tie.daemon.hardening import protect_process
-from tie.daemon.service import EXIT_CONFIG, EXIT_FAILURE
+from tie.daemon.service import EXIT_FAILURE, options, refuse
 
 _NAME = "tie-cloud-app"
 
 
 def main() -> None:
     """The console script."""
-    parser = argparse.ArgumentParser(
-        prog=_NAME, description="Serves one request of one accepted connection (descriptor 3, LISTEN_FDS=1), then ends."
-    )
-    parser.add_argument(
-        "--config", type=Path, default=Path("/etc/tie/node.toml"), help="node.toml (default: %(default)s)"
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    arguments = parser.parse_args()
+    description = "Serves one request of one accepted connection (descriptor 3, LISTEN_FDS=1), then ends."
+    arguments = options(_NAME, description).parse_args()
     _confine()
     try:
         connection = accepted_connection()
         config = node_config.load(arguments.config)
     except UserError as error:
-        sys.stderr.write(f"{_NAME}: {error}\n" + (f"{_NAME}: {error.hint}\n" if error.hint else ""))
-        sys.exit(EXIT_CONFIG)
+        refuse(_NAME, error)
     try:
         code = asyncio.new_event_loop().run_until_complete(_serve(config, connection))
     except Exception as error:  # noqa: BLE001 (the last line of defence: a traceback may quote the request)

@@ -91,11 +91,13 @@ class Model:
                 f"{'messages' if request.messages else 'prompt'}: {len(token_ids)} tokens, and the model's context of "
                 f"{self.context_tokens} must also hold the answer",
             )
+        grammar = constraints.grammar(request, tagged_calls=self._tagged_calls)
         return runtime_pb2.GenerateRequest(
             request_id=request_id,
             token_ids=token_ids,
             sampling=numbers,
-            grammar=constraints.grammar(request, tagged_calls=self._tagged_calls),
+            grammar=grammar,
+            json=grammar is not None and constraints.of_json(request),
             stop=request.stop,
             max_tokens=output_tokens(request, limits, free),
             min_tokens=request.sampling.min_tokens,

@@ -141,7 +141,7 @@ class _NotifySocket:
         asyncio.get_running_loop().add_reader(self._socket, self._receive)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
         self.path.unlink(missing_ok=True)

@@ -58,7 +58,7 @@ def limits(config: CloudBoardConfig) -> Limits:
         log.event("ingress.few-descriptors", count=connections)
     return Limits(
         connections=connections,
-        connections_per_peer=config.max_connections_per_peer or connections,
+        connections_per_peer=config.max_connections_per_peer,
         streams=config.max_in_flight,
     )
 

@@ -1,24 +1,22 @@
 """tie-keys: makes the node's keys where they are missing, once for each boot, before anything that reads them."""
 
-import argparse
 import shutil
-import sys
 from pathlib import Path
+from typing import Final
 
 from tie.cloudboard.keys import create_node_keys
 from tie.daemon import config as node_config
 from tie.daemon import log
-from tie.daemon.errors import ConfigError, UserError
+from tie.daemon.errors import ConfigError
 from tie.daemon.hardening import protect_process
-from tie.daemon.service import EXIT_CONFIG
+from tie.daemon.service import options, refuse
+
+_NAME: Final = "tie-keys"
 
 
 def main() -> None:
     """The console script."""
-    parser = argparse.ArgumentParser(prog="tie-keys", description="Makes the node's keys where they are missing.")
-    parser.add_argument(
-        "--config", type=Path, default=Path("/etc/tie/node.toml"), help="node.toml (default: %(default)s)"
-    )
+    parser = options(_NAME, "Makes the node's keys where they are missing.")
     parser.add_argument("--binding-readers", metavar="GROUP", default="", help="who may read the binding key")
     parser.add_argument("--statement-readers", metavar="GROUP", default="", help="who may read the statement key")
     arguments = parser.parse_args()
@@ -28,9 +26,8 @@ def main() -> None:
         create_node_keys(config)
         _give(config.sockets.binding_key, arguments.binding_readers)
         _give(config.sockets.statement_key, arguments.statement_readers)
-    except UserError as error:
-        sys.stderr.write(f"tie-keys: {error}\n" + (f"tie-keys: {error.hint}\n" if error.hint else ""))
-        sys.exit(EXIT_CONFIG)
+    except Exception as error:  # noqa: BLE001 (the last line of defence)
+        refuse(_NAME, error)
     log.event("keys.there")
 
 

@@ -1,40 +1,27 @@
 """What the ingress answers when it does not answer with a sealed response: one table (also in docs/envelope.md)."""
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 import msgspec
 
-from tie.http.reply import Reply
+from tie.http.reply import FAULTS, Reply, Text
 from tie.proto import envelope_pb2
 
 RETRY_AFTER_S: Final = 1
 
-
-@dataclass(frozen=True)
-class Text:
-    """An HTTP status and a fixed text."""
-
-    status: int
-    message: str
-
-
 TEXTS: Final = MappingProxyType(
     {
-        "bad_request": Text(400, "what arrived is not HTTP as this server speaks it"),
+        **FAULTS,
         "bad_frame": Text(400, "the request body is not a header frame followed by segment frames"),
         "bad_version": Text(400, "the sealed protocol's version is not served here"),
-        "truncated": Text(400, "the request ended before its last segment"),
         "refused": Text(400, "the sealed request does not open"),
         "not_found": Text(404, "no such resource"),
         "unknown_node": Text(404, "the request is sealed for another node"),
         "bad_method": Text(405, "this resource does not take this method"),
-        "timeout": Text(408, "the request stopped arriving"),
         "unknown_key": Text(409, "the node has another key now: fetch its statement again and seal anew"),
         "replayed": Text(409, "this envelope has been used before: seal anew"),
         "too_large": Text(413, "the request is over the node's limit"),
-        "headers_too_large": Text(431, "the request's head is over the server's limit"),
         "failed": Text(502, "the node lost the request"),
         "busy": Text(503, "the node takes no requests now: try another, or again"),
         "unavailable": Text(503, "the node's key protection service does not answer: try again"),

@@ -1,6 +1,5 @@
 """Requests on their way in: how much memory they may hold together, and how fast they must come."""
 
-from types import TracebackType
 from typing import Final, Self
 
 from tie.daemon.config import NodeConfig
@@ -107,9 +106,7 @@ class Upload:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.drop()
 
 

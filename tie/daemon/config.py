@@ -127,7 +127,7 @@ class CloudBoardConfig(_Table, frozen=True):
     max_in_flight: Count = 256
     request_deadline_s: Seconds = 660.0  # from a request's last byte to its answer's
     max_connections: Count = 12_000
-    max_connections_per_peer: Annotated[int, msgspec.Meta(ge=0)] = 0  # from one address; 0: as many as in all
+    max_connections_per_peer: Annotated[int, msgspec.Meta(ge=0)] = 0  # from one address; 0: no limit of its own
     upload_deadline_s: Seconds = 120.0  # for a request to come in
     upload_bytes: Annotated[int, msgspec.Meta(ge=32 * 1024 * 1024)] = 256 * 1024 * 1024  # not yet accepted, in all
 
@@ -206,8 +206,15 @@ def load(path: Path, *, run_dir: str | None = None) -> NodeConfig:
 
 
 def dump(config: NodeConfig) -> bytes:
-    """The TOML text that `load` reads back as the same configuration."""
-    return _to_toml(msgspec.to_builtins(config)).encode()
+    """The TOML text that `load` reads back as the same configuration.
+
+    Raises:
+        ConfigError: a name in it is no UTF-8 (as a directory's may be), which is all that TOML and gRPC know.
+    """
+    try:
+        return _to_toml(msgspec.to_builtins(config)).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError("a name in node.toml is not UTF-8", hint="give the run directory another name") from error
 
 
 def _to_toml(tables: dict[str, object]) -> str:

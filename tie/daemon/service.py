@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import NoReturn
 
 from tie import __version__
 from tie.daemon import config as node_config
@@ -71,28 +72,41 @@ class Lifetime:
 Daemon = Callable[[node_config.NodeConfig, Lifetime], Awaitable[None]]
 
 
-def run(name: str, description: str, daemon: Daemon) -> None:
-    """Runs `daemon` as a process of its own until SIGTERM or SIGINT, then exits with its code."""
+def options(name: str, description: str) -> argparse.ArgumentParser:
+    """The options that every program of a node has: `--config` and `--version`."""
     parser = argparse.ArgumentParser(prog=name, description=description)
     parser.add_argument(
         "--config", type=Path, default=Path("/etc/tie/node.toml"), help="node.toml (default: %(default)s)"
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    arguments = parser.parse_args()
+    return parser
+
+
+def refuse(name: str, error: Exception) -> NoReturn:
+    """Ends a program that cannot go on: says why, and exits with the code for it.
+
+    What an operator can mend comes with a hint. Of everything else type and place are logged, and the text is said only
+    where it is ours: another's, or a traceback, may quote data.
+    """
+    mendable = isinstance(error, UserError)
+    if not mendable:
+        log.failure("daemon.failed", error, daemon=name)
+    if isinstance(error, TieError):
+        sys.stderr.write(f"{name}: {error}\n")
+    if isinstance(error, UserError) and error.hint:
+        sys.stderr.write(f"{name}: {error.hint}\n")
+    sys.exit(EXIT_CONFIG if mendable else EXIT_FAILURE)
+
+
+def run(name: str, description: str, daemon: Daemon) -> NoReturn:
+    """Runs `daemon` as a process of its own until SIGTERM or SIGINT, then exits with its code."""
+    arguments = options(name, description).parse_args()
     protect_process()
     try:
         config = node_config.load(arguments.config)
         asyncio.run(_supervise(name, config, daemon))
-    except UserError as error:
-        sys.stderr.write(f"{name}: {error}\n" + (f"{name}: {error.hint}\n" if error.hint else ""))
-        sys.exit(EXIT_CONFIG)
-    except TieError as error:
-        log.failure("daemon.failed", error, daemon=name)
-        sys.stderr.write(f"{name}: {error}\n")
-        sys.exit(EXIT_FAILURE)
-    except Exception as error:  # noqa: BLE001 (the last line of defence: a traceback may quote data)
-        log.failure("daemon.failed", error, daemon=name)
-        sys.exit(EXIT_FAILURE)
+    except Exception as error:  # noqa: BLE001 (the last line of defence)
+        refuse(name, error)
     sys.exit(EXIT_OK)
 
 

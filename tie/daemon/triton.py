@@ -13,7 +13,7 @@ import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Final, Self
 
 import grpc
@@ -75,9 +75,7 @@ class TritonClient:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def ready(self, *, timeout: float) -> bool:

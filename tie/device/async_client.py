@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Self, Unpack
 
 import httpx
@@ -84,9 +83,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _send(self, node: Node, request: request_pb2.InferenceRequest) -> "AsyncAnswer":
@@ -163,9 +160,7 @@ class AsyncAnswer:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _read(self) -> AsyncGenerator[Delta, None]:

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self, Unpack
 
 import httpx
@@ -96,9 +95,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _send(self, node: Node, request: request_pb2.InferenceRequest) -> "Answer":
@@ -175,9 +172,7 @@ class Answer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read(self) -> Generator[Delta, None, None]:

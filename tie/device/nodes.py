@@ -4,13 +4,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from tie.daemon.errors import ConfigError
+from tie.daemon.errors import ConfigError, TieError
 from tie.device.errors import EnvelopeRefusedError, NodeBusyError, UnreachableError
 from tie.device.transport import Address
 from tie.device.trust import Trust
 from tie.envelope.statement import NodeKey
 
 _HINT: Final = "for example http://127.0.0.1:8443"
+_REKEYED: Final = "unknown_key"  # the ingress's code of an envelope that is sealed to a key which is no more
 
 
 class Node:
@@ -41,7 +42,7 @@ class Node:
         It was replaced before anything was opened: the request may be sealed once more, to the new one and under a new
         DEK.
         """
-        if refusal.code != "unknown_key":
+        if refusal.code != _REKEYED:
             return False
         self._key = None
         return True
@@ -88,7 +89,7 @@ class Attempts:
     def __init__(self, nodes: Nodes, order: list[Node]) -> None:
         self._nodes = nodes
         self._order = order
-        self._refusals: list[NodeBusyError | UnreachableError] = []
+        self._refusals: list[TieError] = []
 
     def __iter__(self) -> Iterator[Node]:
         """The nodes in their order."""
@@ -99,7 +100,7 @@ class Attempts:
         """One attempt: a refusal ends the block and no more, where another node may get the request."""
         try:
             yield
-        except (NodeBusyError, UnreachableError) as error:
+        except TieError as error:
             if not untouched(error):
                 raise
             self._refusals.append(error)
@@ -107,14 +108,23 @@ class Attempts:
             self._nodes.prefer(node)
 
     @property
-    def error(self) -> NodeBusyError | UnreachableError:
+    def error(self) -> TieError:
         """Why none took it: that one is busy says more than that another is not there."""
         return next((error for error in self._refusals if isinstance(error, NodeBusyError)), self._refusals[0])
 
 
-def untouched(error: NodeBusyError | UnreachableError) -> bool:
-    """Whether nobody can have read anything of the request that failed so: only then may another node get it.
+def untouched(error: TieError) -> bool:
+    """Whether nobody can have read anything of the request whose sending failed so: only then may another node get it.
 
-    "busy" is said before the envelope is opened. A connection that broke tells nothing once the request was on its way.
+    "busy" is said before the envelope is opened, and one that is sealed to a key which the node no longer has cannot be
+    opened. A connection that broke tells nothing once the request was on its way.
     """
-    return isinstance(error, NodeBusyError) or not error.sent
+    match error:
+        case NodeBusyError():
+            return True
+        case EnvelopeRefusedError():
+            return error.code == _REKEYED
+        case UnreachableError():
+            return not error.sent
+        case _:
+            return False

@@ -37,30 +37,28 @@ class Turns:
 
     def key(self, request: request_pb2.InferenceRequest) -> bytes:
         """The turn key of a request's conversation: that of its latest turn that is known here, else a fresh one."""
-        names = [
-            name
-            for name, message in zip(self._names(request.model, request.messages), request.messages, strict=True)
-            if message.role == _ASSISTANT
-        ]
-        for name in reversed(names):
-            if name in self._keys:
+        _, *names = self._names(request)
+        for name, message in zip(reversed(names), reversed(request.messages), strict=True):
+            if message.role == _ASSISTANT and name in self._keys:
                 self._keys.move_to_end(name)
                 return self._keys[name]
         return secrets.token_bytes(TURN_KEY_BYTES)
 
     def answered(self, request: request_pb2.InferenceRequest, answers: Sequence[request_pb2.Message]) -> None:
         """Remembers the turn that an answer ends, once for each of its choices. `request` has its turn key."""
+        *_, asked = self._names(request)
         for answer in answers:
-            *_, name = self._names(request.model, [*request.messages, answer])
+            name = self._hash(asked, _essence(answer))
             self._keys[name] = request.turn_key
             self._keys.move_to_end(name)
         while len(self._keys) > self._most:
             self._keys.popitem(last=False)
 
-    def _names(self, model: str, messages: Sequence[request_pb2.Message]) -> Iterator[bytes]:
-        """The conversation's name after each of its messages."""
-        name = self._hash(model.encode())
-        for message in messages:
+    def _names(self, request: request_pb2.InferenceRequest) -> Iterator[bytes]:
+        """The conversation's name before its first message and after each."""
+        name = self._hash(request.model.encode())
+        yield name
+        for message in request.messages:
             name = self._hash(name, _essence(message))
             yield name
 

@@ -1,7 +1,6 @@
 """Key bytes that can be wiped and do not show themselves."""
 
 import secrets
-from types import TracebackType
 from typing import NoReturn, Self
 
 
@@ -40,9 +39,7 @@ class Secret:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __len__(self) -> int:

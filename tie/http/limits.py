@@ -1,9 +1,7 @@
-"""Every limit of a server's HTTP in one place. Times are seconds, sizes bytes."""
+"""Every limit of a server's HTTP in one place, with its default. Times are seconds, sizes bytes."""
 
 from dataclasses import dataclass
 from typing import Final
-
-from tie.daemon.config import CloudBoardConfig
 
 HEAD_BYTES: Final = 16 * 1024  # of one request's head
 WINDOW_BYTES: Final = 256 * 1024  # of one upload on its way (HTTP/2 flow control, RFC 9113 section 5.2)
@@ -11,7 +9,6 @@ CONNECTION_WINDOW_BYTES: Final = 1024 * 1024  # of all uploads of a connection
 FRAME_BYTES: Final = 16 * 1024  # payload of one HTTP/2 frame
 WRITE_BUFFER_BYTES: Final = 64 * 1024  # written and not taken by the peer: beyond that writers wait
 UNREAD_BYTES: Final = 64 * 1024  # received over HTTP/1.1 and not asked for yet: beyond that reading stops
-_CONFIGURED: Final = CloudBoardConfig()
 
 
 @dataclass(frozen=True)
@@ -20,7 +17,7 @@ class Limits:
 
     Attributes:
         connections: at once. Beyond that the one that has waited longest makes room.
-        connections_per_peer: at once from one address.
+        connections_per_peer: at once from one address; 0: no limit of its own.
         streams: requests at once on one HTTP/2 connection.
         all_streams: requests at once on all of them, those that are refused and still come in among them.
         idle_s: without a request.
@@ -30,9 +27,9 @@ class Limits:
         drain_s: for the requests under way when the server stops.
     """
 
-    connections: int = _CONFIGURED.max_connections
-    connections_per_peer: int = _CONFIGURED.max_connections
-    streams: int = _CONFIGURED.max_in_flight
+    connections: int = 512
+    connections_per_peer: int = 0
+    streams: int = 64
     all_streams: int = 16_384
     idle_s: float = 60.0
     head_s: float = 10.0
@@ -52,8 +49,8 @@ class Pace:
         bytes_per_s: the lowest rate on average, after the grace.
     """
 
-    idle_s: float
-    whole_s: float
+    idle_s: float = 30.0
+    whole_s: float = 120.0
     grace_s: float = 10.0
     bytes_per_s: float = 4096.0
 

@@ -36,7 +36,7 @@ def listen(host: str, port: int, *, hint: str) -> socket.socket:
             listening.setsockopt(level, option, value)
         listening.bind((host, port))
         listening.listen()  # who comes before the server accepts waits for it
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError) as error:  # the last of names that no host can have
         listening.close()
         why = (error.strerror if isinstance(error, OSError) else "") or "no such address"
         raise ConfigError(f"cannot listen on {host}:{port}: {why}", hint=hint) from error

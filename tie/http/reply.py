@@ -1,15 +1,32 @@
 """What a server answers that is not an answer of its application: a status and a fixed text for each code.
 
-The texts are the application's. The server itself uses the codes of `FAULTS`.
+The codes of `FAULTS` are the server's own; every application has them in its table, beside its own.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from tie.daemon.errors import TieError
 
-FAULTS: Final = ("bad_request", "headers_too_large", "timeout", "truncated")
+
+@dataclass(frozen=True)
+class Text:
+    """An HTTP status and a fixed text."""
+
+    status: int
+    message: str
+
+
+FAULTS: Final = MappingProxyType(
+    {
+        "bad_request": Text(400, "what arrived is not HTTP as this server speaks it"),
+        "truncated": Text(400, "the request ended before its end"),
+        "timeout": Text(408, "the request stopped arriving"),
+        "headers_too_large": Text(431, "the request's head is over the server's limit"),
+    }
+)
 
 
 @dataclass(frozen=True)

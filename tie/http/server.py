@@ -67,7 +67,7 @@ class Server:
 
     def opened(self, connection: Connection) -> bool:
         """A connection has come; False when there is no room for it."""
-        over = self._peers[connection.peer] >= self.limits.connections_per_peer
+        over = 0 < self.limits.connections_per_peer <= self._peers[connection.peer]
         if len(self._connections) >= self.limits.connections and not over:
             other = self._rooms.first()
             if other is not None:

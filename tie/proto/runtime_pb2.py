@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tie/proto/runtime.proto\x12\x0btie.runtime\"\xa5\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06images\x18\x03 \x03(\x0c\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.tie.runtime.Sampling\x12\x14\n\x07grammar\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x14\n\x0cinclude_stop\x18\x0b \x01(\x08\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\t\n\x01n\x18\r \x01(\r\x12\x16\n\x0e\x62\x61tch_priority\x18\x0e \x01(\x08\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x0f \x01(\r\x12\x15\n\rimport_ticket\x18\x10 \x01(\x0c\x12\x15\n\rexport_ticket\x18\x11 \x01(\x0c\x12\x0e\n\x06\x63\x61nary\x18\x12 \x01(\x08\x42\n\n\x08_grammarB\x0b\n\t_logprobs\"\xd7\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.tie.runtime.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x15\n\rbad_token_ids\x18\x0b \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x07\n\x05_seed\"\x90\x01\n\rGenerateEvent\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x13.tie.runtime.TokensH\x00\x12)\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x15.tie.runtime.FinishedH\x00\x12%\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x13.tie.runtime.FailedH\x00\x42\x06\n\x04kind\"f\n\x06Tokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nhold_bytes\x18\x03 \x01(\r\x12&\n\x08logprobs\x18\x04 \x03(\x0b\x32\x14.tie.runtime.Logprob\"A\n\x07Logprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x9b\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12#\n\x06reason\x18\x02 \x01(\x0e\x32\x13.tie.runtime.Reason\x12\x12\n\ndrop_bytes\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"9\n\x06\x46\x61iled\x12\x1f\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x11.tie.runtime.Code\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"|\n\x07KvHello\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07release\x18\x03 \x01(\t\x12\x11\n\tlayout_id\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\x04\"\x7f\n\tKvRequest\x12\x34\n\x0eprepare_import\x18\x01 \x01(\x0b\x32\x1a.tie.runtime.PrepareImportH\x00\x12\x34\n\x0eprepare_export\x18\x02 \x01(\x0b\x32\x1a.tie.runtime.PrepareExportH\x00\x42\x06\n\x04kind\"$\n\rPrepareImport\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\r\"\x0f\n\rPrepareExport\"B\n\x07KvReply\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\'\n\x07refusal\x18\x02 \x01(\x0e\x32\x16.tie.runtime.KvRefusal*x\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11REASON_STOP_TOKEN\x10\x01\x12\x16\n\x12REASON_STOP_STRING\x10\x02\x12\x11\n\rREASON_LENGTH\x10\x03\x12\x14\n\x10REASON_CANCELLED\x10\x04*\xdb\x01\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x43ODE_INVALID\x10\x01\x12\x18\n\x14\x43ODE_PROMPT_TOO_LONG\x10\x02\x12\r\n\tCODE_BUSY\x10\x03\x12\x11\n\rCODE_DRAINING\x10\x04\x12\x11\n\rCODE_DEADLINE\x10\x05\x12\x10\n\x0c\x43ODE_GRAMMAR\x10\x06\x12\x0e\n\nCODE_IMAGE\x10\x07\x12\x14\n\x10\x43ODE_UNSUPPORTED\x10\x08\x12\x11\n\rCODE_INTERNAL\x10\t\x12\x11\n\rCODE_REPLACED\x10\n*B\n\tKvRefusal\x12\x1a\n\x16KV_REFUSAL_UNSPECIFIED\x10\x00\x12\x19\n\x15KV_REFUSAL_OVERLOADED\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tie/proto/runtime.proto\x12\x0btie.runtime\"\xb3\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06images\x18\x03 \x03(\x0c\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.tie.runtime.Sampling\x12\x14\n\x07grammar\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x14\n\x0cinclude_stop\x18\x0b \x01(\x08\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\t\n\x01n\x18\r \x01(\r\x12\x16\n\x0e\x62\x61tch_priority\x18\x0e \x01(\x08\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x0f \x01(\r\x12\x15\n\rimport_ticket\x18\x10 \x01(\x0c\x12\x15\n\rexport_ticket\x18\x11 \x01(\x0c\x12\x0e\n\x06\x63\x61nary\x18\x12 \x01(\x08\x12\x0c\n\x04json\x18\x13 \x01(\x08\x42\n\n\x08_grammarB\x0b\n\t_logprobs\"\xd7\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.tie.runtime.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x15\n\rbad_token_ids\x18\x0b \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x07\n\x05_seed\"\x90\x01\n\rGenerateEvent\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x13.tie.runtime.TokensH\x00\x12)\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x15.tie.runtime.FinishedH\x00\x12%\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x13.tie.runtime.FailedH\x00\x42\x06\n\x04kind\"f\n\x06Tokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nhold_bytes\x18\x03 \x01(\r\x12&\n\x08logprobs\x18\x04 \x03(\x0b\x32\x14.tie.runtime.Logprob\"A\n\x07Logprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x9b\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12#\n\x06reason\x18\x02 \x01(\x0e\x32\x13.tie.runtime.Reason\x12\x12\n\ndrop_bytes\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"9\n\x06\x46\x61iled\x12\x1f\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x11.tie.runtime.Code\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"|\n\x07KvHello\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07release\x18\x03 \x01(\t\x12\x11\n\tlayout_id\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\x04\"\x7f\n\tKvRequest\x12\x34\n\x0eprepare_import\x18\x01 \x01(\x0b\x32\x1a.tie.runtime.PrepareImportH\x00\x12\x34\n\x0eprepare_export\x18\x02 \x01(\x0b\x32\x1a.tie.runtime.PrepareExportH\x00\x42\x06\n\x04kind\"$\n\rPrepareImport\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\r\"\x0f\n\rPrepareExport\"B\n\x07KvReply\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\'\n\x07refusal\x18\x02 \x01(\x0e\x32\x16.tie.runtime.KvRefusal*x\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11REASON_STOP_TOKEN\x10\x01\x12\x16\n\x12REASON_STOP_STRING\x10\x02\x12\x11\n\rREASON_LENGTH\x10\x03\x12\x14\n\x10REASON_CANCELLED\x10\x04*\xdb\x01\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x43ODE_INVALID\x10\x01\x12\x18\n\x14\x43ODE_PROMPT_TOO_LONG\x10\x02\x12\r\n\tCODE_BUSY\x10\x03\x12\x11\n\rCODE_DRAINING\x10\x04\x12\x11\n\rCODE_DEADLINE\x10\x05\x12\x10\n\x0c\x43ODE_GRAMMAR\x10\x06\x12\x0e\n\nCODE_IMAGE\x10\x07\x12\x14\n\x10\x43ODE_UNSUPPORTED\x10\x08\x12\x11\n\rCODE_INTERNAL\x10\t\x12\x11\n\rCODE_REPLACED\x10\n*B\n\tKvRefusal\x12\x1a\n\x16KV_REFUSAL_UNSPECIFIED\x10\x00\x12\x19\n\x15KV_REFUSAL_OVERLOADED\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,36 +33,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_REASON']._serialized_start=1723
-  _globals['_REASON']._serialized_end=1843
-  _globals['_CODE']._serialized_start=1846
-  _globals['_CODE']._serialized_end=2065
-  _globals['_KVREFUSAL']._serialized_start=2067
-  _globals['_KVREFUSAL']._serialized_end=2133
+  _globals['_REASON']._serialized_start=1737
+  _globals['_REASON']._serialized_end=1857
+  _globals['_CODE']._serialized_start=1860
+  _globals['_CODE']._serialized_end=2079
+  _globals['_KVREFUSAL']._serialized_start=2081
+  _globals['_KVREFUSAL']._serialized_end=2147
   _globals['_GENERATEREQUEST']._serialized_start=41
-  _globals['_GENERATEREQUEST']._serialized_end=462
-  _globals['_SAMPLING']._serialized_start=465
-  _globals['_SAMPLING']._serialized_end=808
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=751
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=799
-  _globals['_GENERATEEVENT']._serialized_start=811
-  _globals['_GENERATEEVENT']._serialized_end=955
-  _globals['_TOKENS']._serialized_start=957
-  _globals['_TOKENS']._serialized_end=1059
-  _globals['_LOGPROB']._serialized_start=1061
-  _globals['_LOGPROB']._serialized_end=1126
-  _globals['_FINISHED']._serialized_start=1129
-  _globals['_FINISHED']._serialized_end=1284
-  _globals['_FAILED']._serialized_start=1286
-  _globals['_FAILED']._serialized_end=1343
-  _globals['_KVHELLO']._serialized_start=1345
-  _globals['_KVHELLO']._serialized_end=1469
-  _globals['_KVREQUEST']._serialized_start=1471
-  _globals['_KVREQUEST']._serialized_end=1598
-  _globals['_PREPAREIMPORT']._serialized_start=1600
-  _globals['_PREPAREIMPORT']._serialized_end=1636
-  _globals['_PREPAREEXPORT']._serialized_start=1638
-  _globals['_PREPAREEXPORT']._serialized_end=1653
-  _globals['_KVREPLY']._serialized_start=1655
-  _globals['_KVREPLY']._serialized_end=1721
+  _globals['_GENERATEREQUEST']._serialized_end=476
+  _globals['_SAMPLING']._serialized_start=479
+  _globals['_SAMPLING']._serialized_end=822
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=765
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=813
+  _globals['_GENERATEEVENT']._serialized_start=825
+  _globals['_GENERATEEVENT']._serialized_end=969
+  _globals['_TOKENS']._serialized_start=971
+  _globals['_TOKENS']._serialized_end=1073
+  _globals['_LOGPROB']._serialized_start=1075
+  _globals['_LOGPROB']._serialized_end=1140
+  _globals['_FINISHED']._serialized_start=1143
+  _globals['_FINISHED']._serialized_end=1298
+  _globals['_FAILED']._serialized_start=1300
+  _globals['_FAILED']._serialized_end=1357
+  _globals['_KVHELLO']._serialized_start=1359
+  _globals['_KVHELLO']._serialized_end=1483
+  _globals['_KVREQUEST']._serialized_start=1485
+  _globals['_KVREQUEST']._serialized_end=1612
+  _globals['_PREPAREIMPORT']._serialized_start=1614
+  _globals['_PREPAREIMPORT']._serialized_end=1650
+  _globals['_PREPAREEXPORT']._serialized_start=1652
+  _globals['_PREPAREEXPORT']._serialized_end=1667
+  _globals['_KVREPLY']._serialized_start=1669
+  _globals['_KVREPLY']._serialized_end=1735
 # @@protoc_insertion_point(module_scope)

@@ -118,6 +118,7 @@ class GenerateRequest(_message.Message):
     IMPORT_TICKET_FIELD_NUMBER: _builtins.int
     EXPORT_TICKET_FIELD_NUMBER: _builtins.int
     CANARY_FIELD_NUMBER: _builtins.int
+    JSON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     grammar: _builtins.str
     """A llguidance grammar. Absent: unconstrained. Present but empty: the canary's "empty grammar", which constrains
@@ -140,6 +141,8 @@ class GenerateRequest(_message.Message):
     """from kv.sock: a transfer that may ask for the blocks once the answer is complete"""
     canary: _builtins.bool
     """counted apart, never refused as busy while draining is not under way"""
+    json: _builtins.bool
+    """the grammar is of JSON, or of calls, which hold it: brought to its end where tokens run out"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -175,10 +178,11 @@ class GenerateRequest(_message.Message):
         import_ticket: _builtins.bytes = ...,
         export_ticket: _builtins.bytes = ...,
         canary: _builtins.bool = ...,
+        json: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_logprobs", b"_logprobs", "grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_logprobs", b"_logprobs", "batch_priority", b"batch_priority", "canary", b"canary", "deadline_ms", b"deadline_ms", "export_ticket", b"export_ticket", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "images", b"images", "import_ticket", b"import_ticket", "include_stop", b"include_stop", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "n", b"n", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_logprobs", b"_logprobs", "batch_priority", b"batch_priority", "canary", b"canary", "deadline_ms", b"deadline_ms", "export_ticket", b"export_ticket", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "images", b"images", "import_ticket", b"import_ticket", "include_stop", b"include_stop", "json", b"json", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "n", b"n", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015

@@ -70,7 +70,7 @@ class Choice:
             params = request.params[index]
             forbids = bool(params.bad_ids) or params.allowed_ids is not None or request.min_tokens > 0
             grammar.forces = request.logprobs is None and not forbids
-            self._closing = closing if grammar.json and not forbids else None
+            self._closing = closing if request.json and not forbids else None
             grammar.begin()  # while the prompt is computed
 
     def restore(self, tokens: int) -> None:

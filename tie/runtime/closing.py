@@ -1,10 +1,11 @@
-"""Brings a JSON answer to its end before its tokens run out: half a document is worth nothing to whom it was promised.
+"""Brings JSON, an answer or a call in it, to its end before the tokens run out: half a document is worth nothing.
 
 Within the last tokens that an answer may have, the grammar's mask is narrowed to what ends something, wherever it
 allows that: a string, an array, an object, the document; next to what leads on without adding anything. Within a string
 that may not end yet the model writes on, for it knows best what is still missing; only one of some format is led to
-what that must have. The answer stays one that the grammar allows; it is short where it would have been cut off. What
-the schema itself demands in more tokens than are left is cut off as before.
+what that must have. Text beside calls, which may end anywhere, is left alone. The answer stays one that the grammar
+allows; it is short where it would have been cut off. What the schema itself demands in more tokens than are left is cut
+off as before.
 """
 
 import itertools
@@ -49,6 +50,7 @@ class Closing:
         ends = {"".join(some) for count in (1, 2, 3) for some in itertools.product(_ENDS, repeat=count)}
         empty = {start + end for start in ("[]", "{}", '""') for end in ("", *ends)}
         quotes = [text for text in (*ends, *_LEADS) if text.startswith('"')]
+        self._end = tokens((), end_ids)
         self._letters, self._free, self._halfway = tokens(_LETTERS), tokens(_FREE), tokens(_HALFWAY)
         self._inside = tokens(quotes)
         self._outside = tokens(ends | empty, end_ids), tokens(_LEADS)
@@ -64,6 +66,8 @@ class Closing:
     def _levels(self, mask: Mask) -> tuple[Mask, ...]:
         if not _takes(mask, self._letters):
             return self._outside
+        if (mask & self._end).any():
+            return ()  # no string, but text
         return (self._inside,) if _takes(mask, self._free) else (self._inside, self._halfway)
 
 

@@ -71,18 +71,13 @@ class Grammar:
         vocab_size: the width of the masks, in tokens.
         workers: compute masks.
         may_force: whether looking for forced tokens is known to take no time worth mentioning: it holds the GIL.
-        json: whether it is a JSON schema.
 
     Attributes:
         forces: whether to look for forced tokens, if that may be done.
-        json: whether it is a JSON schema.
     """
 
-    def __init__(
-        self, matcher: Any, vocab_size: int, workers: MaskWorkers, *, may_force: bool = False, json: bool = False
-    ) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, workers: MaskWorkers, *, may_force: bool = False) -> None:
         self.forces = False
-        self.json = json
         self._matcher = matcher
         self._words = -(-vocab_size // 32)
         self._workers = workers
@@ -95,9 +90,7 @@ class Grammar:
     def fork(self) -> "Grammar":
         """An independent copy at the same position: each of n choices walks its own way. Before `begin` only."""
         with no_panic():
-            return Grammar(
-                self._matcher.deep_copy(), self._words * 32, self._workers, may_force=self._may_force, json=self.json
-            )
+            return Grammar(self._matcher.deep_copy(), self._words * 32, self._workers, may_force=self._may_force)
 
     def begin(self) -> None:
         """Starts on what comes next."""

@@ -127,9 +127,7 @@ class GrammarCompiler:
         if matcher.is_error():
             # llguidance's own message quotes the grammar.
             raise GrammarError("the grammar does not compile or is too complex")
-        schema = json_schema(text)
-        brief = forces_briefly(text, schema)
-        return Grammar(matcher, self._vocab_size, self._masks, may_force=brief, json=schema is not None)
+        return Grammar(matcher, self._vocab_size, self._masks, may_force=forces_briefly(text, json_schema(text)))
 
 
 def json_schema(text: str) -> Any:

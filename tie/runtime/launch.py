@@ -3,7 +3,6 @@
 One live runtime per run directory: the lock taken here is held by supervisord for its whole life.
 """
 
-import argparse
 import contextlib
 import os
 import secrets
@@ -11,38 +10,28 @@ import sys
 from pathlib import Path
 from typing import Final, NoReturn
 
-from tie import __version__
 from tie.daemon import config as node_config
 from tie.daemon import log, socket_path
-from tie.daemon.errors import TieError, UserError
-from tie.daemon.service import EXIT_CONFIG, EXIT_FAILURE
+from tie.daemon.errors import TieError
+from tie.daemon.service import options, refuse
 from tie.runtime import environment, triton_server
 
 # oneDNN, and torch around it, keep what they compiled for each shape of a bfloat16 product, a thousand of them each.
 # Batches have very many shapes, so that these were hundreds of megabytes after some hundred requests.
 LIBRARY_CACHES: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 
+_NAME: Final = "tie-afm-runtime"
+
 
 def main() -> NoReturn:
     """The console script."""
-    parser = argparse.ArgumentParser(
-        prog="tie-afm-runtime",
-        description="Runs the AFM Runtime's processes (Triton with the engine, the status probe) under supervisord.",
+    parser = options(
+        _NAME, "Runs the AFM Runtime's processes (Triton with the engine, the status probe) under supervisord."
     )
-    parser.add_argument(
-        "--config", type=Path, default=Path("/etc/tie/node.toml"), help="node.toml (default: %(default)s)"
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    arguments = parser.parse_args()
     try:
-        variables = prepare(arguments.config.resolve())
-    except UserError as error:
-        sys.stderr.write(f"tie-afm-runtime: {error}\n" + (f"tie-afm-runtime: {error.hint}\n" if error.hint else ""))
-        sys.exit(EXIT_CONFIG)
+        variables = prepare(parser.parse_args().config.resolve())
     except TieError as error:
-        log.failure("runtime.not-launched", error)
-        sys.stderr.write(f"tie-afm-runtime: {error}\n")
-        sys.exit(EXIT_FAILURE)
+        refuse(_NAME, error)
     conf = Path(__file__).with_name("supervisord.conf")
     command = [sys.executable, "-P", "-m", "supervisor.supervisord", "-n", "-c", os.fspath(conf)]
     if os.getuid() == 0:

@@ -47,7 +47,10 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A checked request. `params` has one entry per choice; `grammar` is None for unconstrained."""
+    """A checked request. `params` has one entry per choice; `grammar` is None for unconstrained.
+
+    `json` says that the grammar is of JSON, or of calls, which hold JSON among other text.
+    """
 
     prompt: tuple[int, ...]
     params: tuple[SamplingParams, ...]
@@ -59,6 +62,7 @@ class Request:
     include_stop: bool
     logprobs: int | None
     grammar: str | None
+    json: bool
     priority: Priority
     deadline_s: float | None
     import_ticket: bytes = b""
@@ -104,6 +108,7 @@ def check(message: runtime_pb2.GenerateRequest, bounds: Bounds) -> Request:
         include_stop=message.include_stop,
         logprobs=logprobs,
         grammar=grammar,
+        json=message.json,
         priority=_priority(message),
         deadline_s=message.deadline_ms / 1000 if message.deadline_ms else None,
         import_ticket=message.import_ticket,

@@ -3,7 +3,6 @@
 import os
 import secrets
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from google.protobuf.message import DecodeError
@@ -115,9 +114,7 @@ class StoreClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _call(

@@ -6,7 +6,7 @@ only where a library makes one (the AES key schedule; the message that a turn ke
 
 import enum
 from collections.abc import Mapping
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Final, NoReturn, Self
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -99,9 +99,7 @@ class ConversationKey:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

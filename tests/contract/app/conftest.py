@@ -265,11 +265,10 @@ class Node:
         await job.ask(request, **fields)
         return job
 
-    async def start_here(self) -> "tuple[Job, asyncio.Task[int]]":
-        """A session on a thread of this process, for a test that looks at its insides."""
+    @contextlib.asynccontextmanager
+    async def session_here(self) -> AsyncIterator[Job]:
+        """A session on a thread of this process, for a test that looks at its insides: it has ended after the block."""
         ours, theirs = socket.socketpair()
-        job = Job(None, ours)
-        await job.connect()
 
         async def session() -> int:
             reader, writer = await asyncio.open_connection(sock=theirs)
@@ -278,7 +277,16 @@ class Node:
             finally:
                 await closed(writer)
 
-        return job, asyncio.create_task(asyncio.to_thread(asyncio.run, session()))
+        running = asyncio.create_task(asyncio.to_thread(asyncio.run, session()))
+        job = Job(None, ours)
+        await job.connect()
+        try:
+            yield job
+        finally:
+            await closed(job.writer)
+            async with asyncio.timeout(DEADLINE_S):
+                code = await running
+        assert code == 0
 
     async def close(self) -> None:
         for job in self.jobs:

@@ -79,11 +79,9 @@ async def test_the_request_s_key_is_wiped_before_the_answer_begins(node, monkeyp
             yield event
 
     node.runtime.answer = answer
-    async with node.runtime.live():
-        job, running = await node.start_here()
+    async with node.runtime.live(), node.session_here() as job:
         await job.ready()
         await job.ask(request_pb2.InferenceRequest(prompt="hello", turn_key=turn_key))
         assert (await job.outcome())[1].status == app_pb2.STATUS_OK
-        assert await running == 0
     assert max(given) == 32
     assert lengths == [0] * len(given)

@@ -61,7 +61,8 @@ async def test_an_abort_stops_the_generation(node, tokenizer):
         assert done.finish[0].reason == app_pb2.FINISH_CANCELLED
         assert done.usage.completion_tokens == len("first")
         assert await job.exit_code() == 0
-        await asyncio.wait_for(runtime.cancelled.wait(), 5)
+        async with asyncio.timeout(5):
+            await runtime.cancelled.wait()
 
 
 async def test_a_request_that_the_node_ends_is_told_as_cancelled(node, tokenizer):
@@ -97,7 +98,8 @@ async def test_the_runtime_s_death_in_mid_stream_is_told_within_two_seconds(node
     async with node.runtime.live() as runtime:
         job = await streaming(node, tokenizer)
         runtime.die()
-        _, done = await asyncio.wait_for(job.outcome(), 2)
+        async with asyncio.timeout(2):
+            _, done = await job.outcome()
         assert done.status == app_pb2.STATUS_RUNTIME_UNAVAILABLE
         assert done.finish[0].reason == app_pb2.FINISH_ERROR
         assert await job.exit_code() == 0
@@ -106,7 +108,8 @@ async def test_the_runtime_s_death_in_mid_stream_is_told_within_two_seconds(node
 async def test_triton_s_death_in_mid_stream_is_told_as_well(node, tokenizer):
     async with node.runtime.live():
         job = await streaming(node, tokenizer)
-    _, done = await asyncio.wait_for(job.outcome(), 2)
+    async with asyncio.timeout(2):
+        _, done = await job.outcome()
     assert done.status == app_pb2.STATUS_RUNTIME_UNAVAILABLE
 
 
@@ -114,15 +117,18 @@ async def test_the_jobhelper_s_death_ends_the_process_and_the_generation(node, t
     async with node.runtime.live() as runtime:
         job = await streaming(node, tokenizer)
         job.writer.transport.abort()
-        assert await asyncio.wait_for(job.exit_code(), 2) == 0
-        await asyncio.wait_for(runtime.cancelled.wait(), 5)
+        async with asyncio.timeout(2):
+            assert await job.exit_code() == 0
+        async with asyncio.timeout(5):
+            await runtime.cancelled.wait()
 
 
 async def test_a_termination_signal_ends_a_request_with_busy(node, tokenizer):
     async with node.runtime.live():
         job = await streaming(node, tokenizer)
         os.kill(job.process.pid, signal.SIGTERM)
-        _, done = await asyncio.wait_for(job.outcome(), 2)
+        async with asyncio.timeout(2):
+            _, done = await job.outcome()
         assert done.status == app_pb2.STATUS_BUSY
         assert await job.exit_code() == 0
 
@@ -132,7 +138,8 @@ async def test_a_killed_app_shows_as_a_stream_that_ends_without_done(node, token
         job = await streaming(node, tokenizer)
         os.kill(job.process.pid, signal.SIGKILL)
         assert await job.receive() is None
-        await asyncio.wait_for(runtime.cancelled.wait(), 5)
+        async with asyncio.timeout(5):
+            await runtime.cancelled.wait()
 
 
 async def test_an_unused_app_leaves_when_the_runtime_goes_and_says_why(node):
@@ -140,7 +147,8 @@ async def test_an_unused_app_leaves_when_the_runtime_goes_and_says_why(node):
         job = await node.start()
         await job.ready()
         runtime.die()
-        _, done = await asyncio.wait_for(job.outcome(), 2)
+        async with asyncio.timeout(2):
+            _, done = await job.outcome()
         assert done.status == app_pb2.STATUS_RUNTIME_UNAVAILABLE
         assert await job.exit_code() == 0
 

@@ -199,4 +199,5 @@ async def test_a_jobhelper_that_stays_connected_does_not_keep_the_process(node):
         await job.open(model="other")
         while (message := await job.receive()) is not None:
             assert message.done.status == app_pb2.STATUS_UNKNOWN_MODEL
-        assert await asyncio.wait_for(job.exit_code(), 5) == 0
+        async with asyncio.timeout(5):
+            assert await job.exit_code() == 0

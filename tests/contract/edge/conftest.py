@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from edge_requests import DEADLINE_S, echo
 from tie.cloudboard import kps, main
 from tie.cloudboard.keys import create_node_keys, public_path
 from tie.daemon import config as node_config
@@ -25,8 +26,6 @@ from tie.daemon.config import AppConfig, CloudBoardConfig, NodeConfig
 from tie.daemon.padding import pad
 from tie.device import AsyncClient
 from tie.proto import app_pb2, cloudboard_pb2, cloudboard_pb2_grpc, metrics_pb2, metrics_pb2_grpc, request_pb2
-
-DEADLINE_S = 60.0
 
 
 @dataclass
@@ -70,16 +69,6 @@ class AppRun:
 Behaviour = Callable[[AppRun], Awaitable[None]]
 
 
-async def echo(run: AppRun) -> None:
-    """Answers with the text of the request's messages, word by word."""
-    request = await run.request()
-    if request is None:
-        return
-    for word in request.messages[0].parts[0].text.split():
-        await run.text(word + " ")
-    await run.done()
-
-
 @dataclass
 class Edge:
     """The running edge.
@@ -87,6 +76,8 @@ class Edge:
     Attributes:
         behaviour: what the played app does with a request; looked up when one is opened.
         runs: every connection to the app, in order.
+        served: those of them that saw a request, in the order of the requests: of pairs that start together either one
+            may connect first.
         jobhelpers: every process started for a connection.
     """
 
@@ -94,6 +85,7 @@ class Edge:
     config_path: Path
     behaviour: Behaviour = echo
     runs: list[AppRun] = field(default_factory=list)
+    served: list[AppRun] = field(default_factory=list)
     jobhelpers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     acks: list[cloudboard_pb2.NodeAck] = field(default_factory=list)
     _stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
@@ -110,11 +102,6 @@ class Edge:
     @property
     def statement_key(self) -> Path:
         return public_path(self.config.sockets.statement_key)
-
-    @property
-    def served(self) -> list[AppRun]:
-        """The runs that saw a request."""
-        return [run for run in self.runs if run.opened is not None]
 
     def hold(self) -> asyncio.Event:
         """Has the app answer "one ", and "two" once the event is set that this returns."""
@@ -135,9 +122,7 @@ class Edge:
 
     async def stop_kps(self) -> None:
         assert self._kps is not None
-        lifetime, task = self._kps
-        lifetime.stop()
-        await asyncio.wait_for(task, DEADLINE_S)
+        await _stop(*self._kps)
         self._kps = None
 
     async def attach(self) -> None:
@@ -199,6 +184,7 @@ class Edge:
             if first is not None:
                 assert first.HasField("open")
                 run.opened = first.open
+                self.served.append(run)
                 await self.behaviour(run)
         except (ConnectionError, frames.PeerDiedError):
             pass  # the jobhelper went away, which some tests want
@@ -227,9 +213,7 @@ class Edge:
         asyncio.get_running_loop().add_reader(listening, self._accept, listening)
         self._stack.callback(asyncio.get_running_loop().remove_reader, listening)
         await self.start_kps()
-        lifetime, task = await _start(main.serve, self.config)
-        self._stack.push_async_callback(asyncio.wait_for, task, DEADLINE_S)
-        self._stack.callback(lifetime.stop)
+        self._stack.push_async_callback(_stop, *await _start(main.serve, self.config))
         await self.attach()
         await self.report(cloudboard_pb2.STATE_AVAILABLE)
 
@@ -242,7 +226,8 @@ class Edge:
                 process.terminate()
         for process in self.jobhelpers:
             await asyncio.to_thread(process.wait, 20)
-        await asyncio.wait_for(asyncio.gather(*self._apps), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*self._apps)
 
 
 async def _start(
@@ -258,6 +243,12 @@ async def _start(
     if task.done():
         await task
     return lifetime, task
+
+
+async def _stop(lifetime: service.Lifetime, task: "asyncio.Task[None]") -> None:
+    lifetime.stop()
+    async with asyncio.timeout(DEADLINE_S):
+        await task
 
 
 def _free_port() -> int:

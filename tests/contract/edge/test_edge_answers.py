@@ -9,12 +9,12 @@ from tie.device import AsyncClient, Client
 from tie.device.errors import RequestRefusedError
 from tie.proto import app_pb2, kps_pb2, request_pb2
 
-HELLO = [{"role": "user", "content": "grüße an alle"}]
+GREETING = [{"role": "user", "content": "grüße an alle"}]
 
 
 async def test_the_answer_streams_back(edge) -> None:
     async with AsyncClient(edge.url, edge.statement_key) as client:
-        answer = await client.chat(HELLO, model="m", temperature=0.0, max_tokens=5)
+        answer = await client.chat(GREETING, model="m", temperature=0.0, max_tokens=5)
         pieces = [delta.text async for delta in answer]
         result = await answer.result()
     assert pieces == ["grüße ", "an ", "alle "]
@@ -30,7 +30,7 @@ async def test_the_answer_streams_back(edge) -> None:
 async def test_the_synchronous_client(edge) -> None:
     def ask() -> str:
         with Client(edge.url, edge.statement_key) as client:
-            return "".join(delta.text for delta in client.chat(HELLO, model="m"))
+            return "".join(delta.text for delta in client.chat(GREETING, model="m"))
 
     assert await asyncio.to_thread(ask) == "grüße an alle "
 
@@ -84,7 +84,7 @@ async def test_a_refusal_of_the_app_names_its_status(edge) -> None:
 
     edge.behaviour = refuse
     async with AsyncClient(edge.url, edge.statement_key) as client:
-        answer = await client.chat(HELLO, model="m")
+        answer = await client.chat(GREETING, model="m")
         with pytest.raises(RequestRefusedError, match="longer than the model's context") as refused:
             await answer.result()
     assert refused.value.status == "STATUS_PROMPT_TOO_LONG"
@@ -101,13 +101,13 @@ async def test_several_choices(edge) -> None:
 
     edge.behaviour = two
     async with AsyncClient(edge.url, edge.statement_key) as client:
-        result = await (await client.chat(HELLO, model="m", n=2)).result()
+        result = await (await client.chat(GREETING, model="m", n=2)).result()
     assert result.texts == ("0.", "1.1.")
 
 
 async def test_trust_on_first_use_must_be_asked_for(edge) -> None:
     async with AsyncClient(edge.url, trust_on_first_use=True) as client:
-        assert (await (await client.chat(HELLO, model="m")).result()).text == "grüße an alle "
+        assert (await (await client.chat(GREETING, model="m")).result()).text == "grüße an alle "
         assert client.statement_key == edge.statement_key.read_bytes()
 
 
@@ -128,6 +128,6 @@ async def test_a_pair_stands_by_and_serves_the_next_request(edge) -> None:
     await edge.until(lambda: len(edge.runs) == 1)
     waiting = edge.runs[0]
     async with AsyncClient(edge.url, edge.statement_key) as client:
-        await (await client.chat(HELLO, model="m")).result()
+        await (await client.chat(GREETING, model="m")).result()
     assert edge.served == [waiting]
     await edge.until(lambda: len(edge.runs) == 2)

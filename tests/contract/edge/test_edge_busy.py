@@ -4,17 +4,10 @@ import asyncio
 
 import pytest
 
-from edge_requests import HELLO, SOON_S, ask, post, session, silent
+from edge_requests import HELLO, SOON_S, ask, echo, post, session, silent
 from tie.device import AsyncClient
 from tie.device.errors import NodeBusyError
 from tie.proto import cloudboard_pb2
-
-
-async def echo(run) -> None:
-    request = await run.request()
-    if request is not None:
-        await run.text(request.messages[0].parts[0].text + " ")
-        await run.done()
 
 
 async def test_busy_before_any_of_the_body_is_read(edge, client) -> None:
@@ -26,7 +19,8 @@ async def test_busy_before_any_of_the_body_is_read(edge, client) -> None:
     # The reply comes while the request has not been sent: nothing of it can have been read.
     async with edge.connection() as (reader, writer):
         writer.write(b"POST /v1/requests HTTP/1.1\r\nhost: node\r\ncontent-length: 100000\r\n\r\n")
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        async with asyncio.timeout(10):
+            head = await reader.readuntil(b"\r\n\r\n")
     assert b"503" in head.split(b"\r\n")[0]
     assert b"retry-after: 1" in head
     assert len(edge.served) == served

@@ -108,7 +108,8 @@ async def test_the_device_goes_away_and_the_app_is_told(edge, client) -> None:
     answer = await client.chat(HELLO, model="m")
     assert (await anext(aiter(answer))).text == "one "
     await answer.close()
-    await asyncio.wait_for(told.wait(), SOON_S)
+    async with asyncio.timeout(SOON_S):
+        await told.wait()
 
 
 async def test_a_frame_of_a_size_that_is_no_bucket_is_not_relayed(edge, client) -> None:
@@ -151,7 +152,8 @@ async def test_a_request_that_stops_coming(make_edge) -> None:
         async with edge.connection() as (reader, writer):
             writer.write(b"POST /v1/requests HTTP/1.1\r\nhost: node\r\ncontent-length: %d\r\n\r\n" % len(body))
             writer.write(body[:-5])
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            async with asyncio.timeout(10):
+                head = await reader.readuntil(b"\r\n\r\n")
         assert b"408" in head.split(b"\r\n")[0]
         assert await ask(client) == "hello there "
 

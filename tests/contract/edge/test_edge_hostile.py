@@ -8,18 +8,14 @@ import sys
 import httpx
 import pytest
 
+from edge_requests import ask
 from tie.daemon.config import AppConfig
 from tie.device import AsyncClient
 from tie.device.errors import NodeBusyError
 from tie.device.session import Session
 from tie.proto import cloudboard_pb2, request_pb2
 
-HELLO = [{"role": "user", "content": "hello there"}]
 UPLOAD = b"POST /v1/requests HTTP/1.1\r\nhost: node\r\ncontent-length: 100000\r\n\r\n"
-
-
-async def ask(client: AsyncClient) -> str:
-    return (await (await client.chat(HELLO, model="m")).result()).text
 
 
 async def test_uploads_that_never_end_hold_no_places(make_edge) -> None:
@@ -59,7 +55,8 @@ async def test_an_upload_under_way_when_the_node_turns_busy_is_not_opened(edge, 
         await edge.report(cloudboard_pb2.STATE_BUSY)
         assert edge.acks[-1].in_flight == 0
         writer.write(body[-5:])
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+        async with asyncio.timeout(30):
+            head = await reader.readuntil(b"\r\n\r\n")
         assert b" 503 " in head.split(b"\r\n")[0]
     assert not edge.served
     await edge.report(cloudboard_pb2.STATE_AVAILABLE)
@@ -69,7 +66,8 @@ async def test_an_upload_under_way_when_the_node_turns_busy_is_not_opened(edge, 
 async def test_malformed_http_is_answered_as_documented(edge) -> None:
     async with edge.connection() as (reader, writer):
         writer.write(b"nonsense\r\n\r\n")
-        data = await asyncio.wait_for(reader.read(), 30)
+        async with asyncio.timeout(30):
+            data = await reader.read()
     assert data.startswith(b"HTTP/1.1 400 ")
     assert b"content-type: application/json" in data
     assert b'{"error":"bad_request","message":"' in data
@@ -100,15 +98,18 @@ async def test_whoever_goes_away_stops_the_app(edge, client, close: str) -> None
             (h2_state,) = [one._connection._h2_state for one in http._transport._pool.connections]
             h2_state.reset_stream(response.extensions["stream_id"], 8)
             await connection.write(h2_state.data_to_send())
-            await asyncio.wait_for(told.wait(), 30)
+            async with asyncio.timeout(30):
+                await told.wait()
         return
     async with edge.connection() as (reader, writer):
         writer.write(b"POST /v1/requests HTTP/1.1\r\nhost: node\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
-        if close == "half":
-            writer.write_eof()
-            await asyncio.wait_for(told.wait(), 30)
-    await asyncio.wait_for(told.wait(), 30)
+        async with asyncio.timeout(30):
+            await reader.readuntil(b"\r\n\r\n")
+            if close == "half":
+                writer.write_eof()
+                await told.wait()
+    async with asyncio.timeout(30):
+        await told.wait()
 
 
 async def test_a_client_that_stops_reading_holds_up_nobody(edge, client) -> None:
@@ -130,10 +131,12 @@ async def test_a_client_that_stops_reading_holds_up_nobody(edge, client) -> None
     body = Session(await client.node(), request_pb2.InferenceRequest(model="m", prompt="pour")).body
     async with edge.connection() as (reader, writer):
         writer.write(b"POST /v1/requests HTTP/1.1\r\nhost: node\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+        async with asyncio.timeout(30):
+            await reader.readuntil(b"\r\n\r\n")
         reader._transport.pause_reading()
         assert await ask(client) == "hello there "
-    await asyncio.wait_for(stopped.wait(), 30)
+    async with asyncio.timeout(30):
+        await stopped.wait()
 
 
 HOLD = """
@@ -160,11 +163,13 @@ async def test_ten_thousand_idle_connections(edge, client) -> None:
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        assert await asyncio.wait_for(holder.stdout.readline(), 60) == b"held\n"
+        async with asyncio.timeout(60):
+            assert await holder.stdout.readline() == b"held\n"
         await edge.metric(f"tie_cloudboard_connections {count}.0")
         assert await ask(client) == "hello there "
     finally:
         holder.stdin.close()
-        await asyncio.wait_for(holder.wait(), 60)
+        async with asyncio.timeout(60):
+            await holder.wait()
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     await edge.metric("tie_cloudboard_connections 0.0")

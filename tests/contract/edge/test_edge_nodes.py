@@ -1,20 +1,23 @@
 """A client of several nodes: another one gets the request only while nobody can have read anything of it."""
 
 import asyncio
+import contextlib
 import socket
+from collections.abc import AsyncIterator
 
 import pytest
 
+from edge_requests import DEADLINE_S, HELLO, ask
+from http_exchanges import PACE
 from tie.cloudboard.replies import reply
 from tie.device import AsyncClient, Client
-from tie.device.errors import NodeBusyError, NodeFailedError, TruncatedError, UnreachableError
+from tie.device.errors import EnvelopeRefusedError, NodeBusyError, NodeFailedError, TruncatedError, UnreachableError
 from tie.envelope.statement import StatementError
 from tie.http.exchange import Exchange
 from tie.http.limits import Limits
 from tie.http.server import Server
 from tie.proto import app_pb2, cloudboard_pb2
 
-HELLO = [{"role": "user", "content": "hello there"}]
 NOBODY = "http://127.0.0.1:1"
 
 
@@ -23,10 +26,6 @@ async def pair(make_edge):
     """Two nodes of one fleet."""
     first = await make_edge(standby=0)
     return first, await make_edge(standby=0, fleet=first)
-
-
-async def ask(client: AsyncClient) -> str:
-    return (await (await client.chat(HELLO, model="m")).result()).text
 
 
 async def test_a_busy_node_is_passed_over_and_asked_last_from_then_on(pair) -> None:
@@ -96,31 +95,59 @@ async def test_a_connection_that_breaks_after_the_request_was_sent_goes_nowhere_
     first, second = pair
 
     async def swallow(exchange: Exchange) -> None:
-        if exchange.method == "GET":
-            async with AsyncClient(first.url, first.statement_key) as client:
-                data = await client._get(client._nodes.first, exchange.path)
-            await exchange.start("application/x-protobuf")
-            await exchange.write(data)
-            await exchange.finish()
-        else:
-            raise ConnectionAbortedError
+        del exchange
+        raise ConnectionAbortedError
 
-    stopping, port = asyncio.Event(), asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(_serve(swallow, stopping, port))
-    url = f"http://127.0.0.1:{await port}"
-    async with AsyncClient([url, second.url], first.statement_key) as client:
+    async with played(first, swallow) as url, AsyncClient([url, second.url], first.statement_key) as client:
         with pytest.raises((UnreachableError, TruncatedError)) as failed:
             await ask(client)
         assert isinstance(failed.value, TruncatedError) or failed.value.sent
     assert not second.served
-    stopping.set()
-    await serving
 
 
-async def _serve(handler, stopping: asyncio.Event, port: "asyncio.Future[int]") -> None:
-    listening = socket.create_server(("127.0.0.1", 0))
-    port.set_result(listening.getsockname()[1])
-    await Server(handler, Limits(), reply).serve(listening, stopping)
+async def test_a_node_that_has_another_key_each_time_is_passed_over(pair) -> None:
+    """It cannot have opened anything."""
+    first, second = pair
+    codes: list[str] = []
+
+    async def refuse(exchange: Exchange) -> None:
+        async for _ in exchange.chunks(PACE):
+            pass
+        await exchange.reply(reply(codes[-1]))
+
+    async with played(first, refuse) as url, AsyncClient([url, second.url], first.statement_key) as client:
+        codes.append("refused")
+        with pytest.raises(EnvelopeRefusedError):
+            await ask(client)
+        assert not second.served
+        codes.append("unknown_key")
+        assert await ask(client) == "hello there "
+        assert len(second.served) == 1
+
+
+@contextlib.asynccontextmanager
+async def played(edge, post) -> AsyncIterator[str]:
+    """The address of an ingress that gives the statements of `edge`; `post` has the exchanges of requests."""
+
+    async def handle(exchange: Exchange) -> None:
+        if exchange.method != "GET":
+            await post(exchange)
+            return
+        async with AsyncClient(edge.url, edge.statement_key) as client:
+            data = await client._get(client._nodes.first, exchange.path)
+        await exchange.start("application/x-protobuf")
+        await exchange.write(data)
+        await exchange.finish()
+
+    stopping = asyncio.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = asyncio.create_task(Server(handle, Limits(), reply).serve(listening, stopping))
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            stopping.set()
+            async with asyncio.timeout(DEADLINE_S):
+                await serving
 
 
 async def test_a_node_of_another_fleet_is_an_error_and_not_passed_over(make_edge) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +11,13 @@ import httpx
 import openai
 import pytest
 
+from edge_requests import DEADLINE_S, HELLO, proxied
 from tie.device import AsyncClient
 from tie.device.proxy.access import Access
-from tie.device.proxy.handler import MAX_BODY_BYTES, Settings
-from tie.device.proxy.service import serve
+from tie.device.proxy.handler import MAX_BODY_BYTES
 from tie.device.turns import Turns
 from tie.proto import app_pb2, cloudboard_pb2
 
-DEADLINE_S = 60.0
-HELLO = [{"role": "user", "content": "hello there"}]
 CHAT = {"model": "m", "messages": HELLO}
 WEATHER = {"type": "function", "function": {"name": "weather"}}
 
@@ -48,16 +45,9 @@ class Api:
 
 @contextlib.asynccontextmanager
 async def proxy_of(*edges, url: str = "", key: bytes = b"", **options) -> AsyncIterator[Api]:
-    stopping = asyncio.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        client = AsyncClient(url or [edge.url for edge in edges], key or edges[0].statement_key)
-        serving = asyncio.create_task(serve(client, Settings(models=("m",), **options), listening, stopping))
-        try:
-            async with contextlib.AsyncExitStack() as stack:
-                yield Api(f"http://127.0.0.1:{listening.getsockname()[1]}", stack)
-        finally:
-            stopping.set()
-            await asyncio.wait_for(serving, DEADLINE_S)
+    client = AsyncClient(url or [edge.url for edge in edges], key or edges[0].statement_key)
+    async with proxied(client, **options) as address, contextlib.AsyncExitStack() as stack:
+        yield Api(address, stack)
 
 
 @pytest.fixture
@@ -238,8 +228,10 @@ async def test_a_choice_that_nobody_asked_for_is_no_answer(edge, api) -> None:
 
     edge.behaviour = hostile
     for stream in (False, True):
-        with pytest.raises(openai.InternalServerError):
+        with pytest.raises(openai.InternalServerError) as raised:
             await api.chat(stream=stream)
+        assert (raised.value.status_code, raised.value.code) == (502, "bad_answer")
+        assert raised.value.response.headers["x-should-retry"] == "false"
 
 
 async def test_calls_come_as_calls(edge, api) -> None:
@@ -281,9 +273,8 @@ async def test_a_conversation_that_goes_on_keeps_its_turn_key(edge, api) -> None
 async def test_turns_are_known_before_the_answer_is_over(edge) -> None:
     turns = Turns()
     async with proxy_of(edge, turns=turns) as api:
-        async for chunk in await api.chat(stream=True):
-            if chunk.choices[0].finish_reason:
-                assert len(turns) == 1
+        known = [len(turns) async for chunk in await api.chat(stream=True) if chunk.choices[0].finish_reason]
+    assert known == [1]
 
 
 async def test_pieces_are_gathered_when_asked_for(edge) -> None:
@@ -336,20 +327,29 @@ async def test_paths_methods_and_sizes(api) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
     head = "".join(f"{name}: {value}\r\n" for name, value in {"host": "localhost", **large}.items())
     writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode())
-    assert b" 413 " in await asyncio.wait_for(reader.readline(), DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        assert b" 413 " in await reader.readline()
     writer.close()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
     writer.write(b"no HTTP at all\r\n\r\n")
-    said = await asyncio.wait_for(reader.read(), DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        said = await reader.read()
     assert json.loads(said.rpartition(b"\r\n\r\n")[2])["error"]["code"] == "bad_request"
     writer.close()
 
 
-async def test_nothing_that_is_said_is_logged(edge, api, capfd) -> None:
+async def test_nothing_that_is_said_is_logged(edge, api, capfd, monkeypatch) -> None:
     secret = "xylophone-7391"
     edge.behaviour = says(secret, status=app_pb2.STATUS_INVALID_REQUEST, detail=f"stop[0]: {secret}")
     for body in ({**CHAT, "stop": [secret]}, {**CHAT, secret: 1}, {"model": secret, "messages": HELLO}):
         reply = await api.raw("POST", "/v1/chat/completions", json=body)
         assert secret in reply.text  # the user is told
+
+    def fail(asked: object) -> None:
+        raise ValueError(secret)
+
+    monkeypatch.setattr("tie.device.proxy.translate.chat", fail)
+    assert (await api.raw("POST", "/v1/chat/completions", json=CHAT)).json()["error"]["code"] == "internal_error"
     said = capfd.readouterr()
+    assert "proxy.failed" in said.err
     assert secret not in said.out + said.err

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import secrets
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -14,16 +13,14 @@ import httpx
 import pytest
 from hyperframe.frame import DataFrame, Frame
 
+from edge_requests import DEADLINE_S, proxied
 from tie.device import AsyncClient
-from tie.device.proxy.handler import Settings
-from tie.device.proxy.service import serve
 from tie.envelope.frames import FrameSplitter
 from tie.envelope.padding import SMALLEST
 from tie.envelope.sealing import SALT_BYTES
 from tie.envelope.stream import TAG_BYTES
 from tie.proto import envelope_pb2
 
-DEADLINE_S = 60.0
 EXCHANGES = 500 if os.environ.get("TIE_SLOW") == "1" else 20
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -90,14 +87,11 @@ async def repeat(run) -> None:
 
 @contextlib.asynccontextmanager
 async def recorded(edge) -> AsyncIterator[tuple[Wire, str]]:
-    wire, stopping = Wire(edge.config.cloudboard.port), asyncio.Event()
+    wire = Wire(edge.config.cloudboard.port)
     async with await asyncio.start_server(wire.connected, "127.0.0.1", 0) as relay:
         client = AsyncClient(f"http://127.0.0.1:{relay.sockets[0].getsockname()[1]}", edge.statement_key)
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            serving = asyncio.create_task(serve(client, Settings(models=("m",)), listening, stopping))
-            yield wire, f"http://127.0.0.1:{listening.getsockname()[1]}"
-            stopping.set()
-            await asyncio.wait_for(serving, DEADLINE_S)
+        async with proxied(client) as url:
+            yield wire, url
 
 
 @pytest.mark.slow

@@ -57,3 +57,8 @@ def pool_owner(pool_bundle):
         owner = PoolOwner(pool_bundle, Path(directory))
         yield owner
         owner.close()
+
+
+@pytest.fixture
+def path(pool_owner):
+    return pool_owner.path

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import grpc
@@ -32,6 +31,7 @@ from tie.daemon import rpc
 from tie.daemon.config import NodeConfig
 from tie.daemon.errors import ConfigError
 from tie.proto import metrics_pb2, metrics_pb2_grpc, owner_pb2, owner_pb2_grpc
+from waiting import wait_for
 
 DEADLINE = 30.0
 
@@ -67,13 +67,11 @@ def _owner(bundle: str, dtype: str = "bf16"):
 
 
 def _connect(config) -> Channel:
-    end = time.monotonic() + DEADLINE
-    while True:
-        try:
+    def connected() -> Channel | None:
+        with contextlib.suppress(PeerDiedError):
             return Channel.connect(config.sockets.owner, timeout=5)
-        except PeerDiedError:
-            assert time.monotonic() < end, "the owner does not listen"
-            time.sleep(0.02)
+
+    return wait_for(connected, "the owner to listen", DEADLINE)
 
 
 def _request(layout_id="torch-cpu-bf16", rank=0, world_size=1) -> bytes:
@@ -88,13 +86,11 @@ def _ask(channel, message) -> tuple[owner_pb2.OwnerReply, list[int]]:
 
 
 def _attach(channel, layout_id="torch-cpu-bf16"):
-    end = time.monotonic() + DEADLINE
-    while True:
+    def attached() -> tuple[owner_pb2.OwnerReply, list[int]] | None:
         reply, descriptors = _ask(channel, _request(layout_id))
-        if reply.WhichOneof("kind") != "loading":
-            return reply, descriptors
-        assert time.monotonic() < end, "the load does not end"
-        time.sleep(0.02)
+        return None if reply.WhichOneof("kind") == "loading" else (reply, descriptors)
+
+    return wait_for(attached, "the load to end", DEADLINE)
 
 
 async def _status(config) -> owner_pb2.OwnerStatus:
@@ -235,13 +231,13 @@ def test_one_too_many(running, monkeypatch):
     assert _ask(channels[-1], _request())[0].refused.reason == "too-many-clients"
     for channel in channels:
         channel.close()
-    end = time.monotonic() + DEADLINE
-    while True:
+
+    def served() -> bool:
         with _connect(config) as channel, contextlib.suppress(PeerDiedError):
-            reply, _ = _ask(channel, _request("none"))
-            if reply.refused.reason == "unknown-layout":
-                break
-        assert time.monotonic() < end, "the owner stays full"
+            return _ask(channel, _request("none"))[0].refused.reason == "unknown-layout"
+        return False
+
+    wait_for(served, "the owner to have room", DEADLINE)
     assert process.poll() is None
 
 

@@ -20,7 +20,8 @@ from kvxfer import seals
 from kvxfer.channel import Channel
 from kvxfer.header import Header
 from model_owner import prefix_pool
-from model_owner.prefix_pool import PoolRefusedError, PrefixPools
+from model_owner.pool_memory import PoolRefusedError
+from model_owner.prefix_pool import PrefixPools
 from tie.proto import owner_pb2 as pb
 
 WAIT_S = 30.0
@@ -305,20 +306,18 @@ def open_pools():
     return sum("tie-prefix" in name for name in names)
 
 
-@pytest.mark.parametrize(
-    ("slow", "is_reset"), [("allocate", False), ("allocate", True), ("_sealed", False), ("_sealed", True)]
-)
+@pytest.mark.parametrize(("slow", "is_reset"), [("room", False), ("room", True), ("sealed", False), ("sealed", True)])
 def test_others_are_answered_while_a_pool_is_made_or_sealed(slow, is_reset, connect, monkeypatch):
     before = open_pools()
     filler, other = connect(), connect()
-    if slow == "_sealed":
+    if slow == "sealed":
         filler.allocate()
         os.pwrite(filler.descriptors[1], METADATA, 0)
         for descriptor in filler.descriptors:
             os.close(descriptor)
     with (
         held_up(monkeypatch, slow) as (begun, go_on),
-        beside(filler.allocate if slow == "allocate" else filler.seal) as answers,
+        beside(filler.allocate if slow == "room" else filler.seal) as answers,
     ):
         assert begun.wait(WAIT_S)
         assert stages(other) == [pb.POOL_STAGE_FILLING]

@@ -22,6 +22,7 @@ from tie.daemon import config as node_config
 from tie.daemon.hardening import die_with_parent
 from tie.proto import engine_pb2
 from tie.runtime.environment import shm_family
+from waiting import wait_for
 
 T = TypeVar("T")
 
@@ -35,14 +36,6 @@ ROLES = {
     "guard": "tie.runtime.container guard",
     "watch": "tie.runtime.container watch",
 }
-
-
-def wait_until(condition, timeout: float, what: str) -> None:
-    """Polls with a deadline: for states of other processes that send no event."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"timed out: {what}"
-        time.sleep(0.02)
 
 
 class Runtime:
@@ -68,7 +61,7 @@ class Runtime:
             assert self.process.poll() is None, self.log.read_text(errors="replace")
             return self.has("probe.state", to_state="STATE_READY")
 
-        wait_until(ready, START_S, f"runtime ready; {self.log.read_text(errors='replace')[-2000:]}")
+        wait_for(ready, "the runtime to be ready", START_S)
         self.ready_s = time.monotonic() - self.began
         self.identify()
         return self
@@ -79,7 +72,7 @@ class Runtime:
         The engine may be ready while a program beside it is still between fork and exec.
         """
         self.roles = {}
-        wait_until(self._found, START_S, "all programs of the container")
+        wait_for(self._found, "all programs of the container", START_S)
 
     def _found(self) -> bool:
         commands = self.of_each(lambda member: " ".join(member.cmdline()[:5]))

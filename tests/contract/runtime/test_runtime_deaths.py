@@ -207,7 +207,8 @@ async def test_a_client_that_holds_an_idle_stream_does_not_keep_the_container_al
     async with rpc.connect(node.sockets.triton) as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(timeout=WAIT_S)
         await call.wait_for_connection()
-        await asyncio.wait_for(asyncio.to_thread(runtime.stop), 15)
+        async with asyncio.timeout(15):
+            await asyncio.to_thread(runtime.stop)
         call.cancel()
 
 

@@ -1,11 +1,11 @@
 """A real tie-cache-stored for each test."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from tie.daemon import config as node_config
 from tie.daemon.config import NodeConfig, StoreConfig
 from tie.store.client import StoreClient, StoreError
+from waiting import wait_for
 
 
 class Store:
@@ -29,16 +30,14 @@ class Store:
     def start(self) -> None:
         command = [sys.executable, "-m", "tie.store.main", "--config", str(self._toml)]
         self.process = subprocess.Popen(command, env={**os.environ, "TIE_DUMPABLE": "1"})
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                self.client().close()
-                self.config.sockets.store_control.stat()
-            except (StoreError, FileNotFoundError):
-                assert time.monotonic() < deadline, "the store did not start"
-                time.sleep(0.01)
-            else:
-                return
+        wait_for(self._serves, "the store to start")
+
+    def _serves(self) -> bool:
+        with contextlib.suppress(StoreError, FileNotFoundError):
+            self.client().close()
+            self.config.sockets.store_control.stat()
+            return True
+        return False
 
     def client(self, timeout: float = 10) -> StoreClient:
         return StoreClient(self.path, timeout=timeout)

@@ -10,9 +10,10 @@ import pytest
 
 from kvxfer import seals
 from kvxfer.errors import SealError
-from store_entries import get, metrics, put, refusal, wait_for
+from store_entries import get, metrics, put, refusal
 from tie.proto import store_pb2
 from tie.store.client import StoreClient, StoreError, random_index
+from waiting import wait_for
 
 
 def test_an_entry_comes_back_through_another_connection(store):

@@ -12,8 +12,9 @@ import pytest
 
 from descriptors import open_descriptors
 from kvxfer import seals
-from store_entries import get, metrics, put, wait_for
+from store_entries import get, metrics, put
 from tie.store.client import StoreClient, StoreError, random_index
+from waiting import wait_for
 
 KILLS = 200 if os.environ.get("TIE_SLOW") == "1" else 25
 

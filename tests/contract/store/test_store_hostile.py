@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from descriptors import open_descriptors
 from kvxfer import seals
 from kvxfer.channel import Channel
-from store_entries import metrics, wait_for
+from store_entries import metrics
 from tie.proto import store_pb2
 from tie.store.client import StoreClient, StoreError, random_index
+from waiting import wait_for
 
 
 def send_for_ever(connection: socket.socket, message: bytes) -> None:

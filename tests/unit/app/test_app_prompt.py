@@ -174,3 +174,20 @@ def test_a_template_s_refusal_and_a_model_without_one(sample):
     assert (status, detail.split(":")[0]) == ("INVALID_REQUEST", "messages")
     status, detail = refused(dataclasses.replace(sample, _template=None), chat(message("user", "a")))
     assert (status, detail.split(":")[0]) == ("UNSUPPORTED", "messages")
+
+
+@pytest.mark.parametrize(
+    ("fields", "json"),
+    [
+        ({}, False),
+        ({"constraint": request_pb2.Constraint(json_schema="{}")}, True),
+        ({"constraint": request_pb2.Constraint(json_object=True)}, True),
+        ({"constraint": request_pb2.Constraint(json_object=False)}, False),
+        ({"constraint": request_pb2.Constraint(regex="[a-z]+")}, False),
+        ({"constraint": request_pb2.Constraint(lark='start: %json {"type": "string"}')}, False),
+        ({"tools": [request_pb2.Tool(name="t")], "tool_choice": "t"}, True),
+        ({"tools": [request_pb2.Tool(name="t")]}, False),  # calls of this template cannot be told from text
+    ],
+)
+def test_the_runtime_is_told_what_may_be_brought_to_its_end(with_tools, fields, json):
+    assert with_tools.generate_request(chat(message("user", "a"), **fields), LIMITS, "r").json is json

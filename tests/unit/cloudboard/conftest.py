@@ -12,23 +12,12 @@ import h2.connection
 import h2.events
 import pytest
 
+from http_exchanges import DEADLINE_S, answer, echo
 from tie.cloudboard.replies import reply as reply_of
 from tie.http.exchange import DisconnectedError, Exchange
-from tie.http.limits import Limits, Pace
-from tie.http.reply import RefusedRequestError
+from tie.http.limits import Limits
 from tie.http.rooms import Room
 from tie.http.server import Server
-
-DEADLINE_S = 60.0
-PACE = Pace(idle_s=DEADLINE_S, whole_s=DEADLINE_S)
-
-
-async def echo(exchange: Exchange) -> None:
-    """Answers with the request's body."""
-    body = b"".join([chunk async for chunk in exchange.chunks(PACE)])
-    await exchange.start("text/plain")
-    await exchange.write(body)
-    await exchange.finish()
 
 
 async def close(writer: asyncio.StreamWriter) -> None:
@@ -57,10 +46,7 @@ class Web:
 
     async def handle(self, exchange: Exchange) -> None:
         try:
-            try:
-                await self.handler(exchange)
-            except RefusedRequestError as refusal:
-                await exchange.reply(reply_of(refusal.code))
+            await answer(exchange, self.handler)
         except asyncio.CancelledError:
             self.ended.append("cancelled")
             raise

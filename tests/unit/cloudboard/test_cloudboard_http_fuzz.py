@@ -11,26 +11,15 @@ import h2.connection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from http_exchanges import answer
 from tie.cloudboard.replies import reply as reply_of
 from tie.http.connection import Connection
-from tie.http.exchange import Exchange
 from tie.http.http2 import PREFACE
-from tie.http.limits import Limits, Pace
-from tie.http.reply import RefusedRequestError
+from tie.http.limits import Limits
 from tie.http.server import Server
 
 EXAMPLES = settings(max_examples=400, deadline=None)
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
-
-
-async def echo(exchange: Exchange) -> None:
-    try:
-        body = b"".join([chunk async for chunk in exchange.chunks(Pace(idle_s=20, whole_s=20))])
-        await exchange.start("text/plain")
-        await exchange.write(body)
-        await exchange.finish()
-    except RefusedRequestError as refusal:
-        await exchange.reply(reply_of(refusal.code))
 
 
 def send(pieces: Iterable[bytes]) -> bytes:
@@ -40,7 +29,7 @@ def send(pieces: Iterable[bytes]) -> bytes:
         loop = asyncio.get_running_loop()
         faults: list[dict[str, Any]] = []
         loop.set_exception_handler(lambda _, context: faults.append(context))
-        server = Server(echo, Limits(), reply_of)
+        server = Server(answer, Limits(), reply_of)
         theirs, ours = socket.socketpair()
         await loop.connect_accepted_socket(lambda: Connection(server), theirs)
         reader, writer = await asyncio.open_connection(sock=ours)

@@ -29,6 +29,12 @@ def test_an_address_that_is_taken() -> None:
         listen(CloudBoardConfig(port=listening.getsockname()[1]))
 
 
+@pytest.mark.parametrize("host", ["\udcff", "\0", "ü" * 80, "a..b"])
+def test_a_name_that_no_host_can_have(host: str) -> None:
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        listen(CloudBoardConfig(host=host, port=0))
+
+
 def test_connections_leave_descriptors_for_the_rest() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -40,6 +46,7 @@ def test_connections_leave_descriptors_for_the_rest() -> None:
         assert most < before[1] - 300
         chosen = limits(CloudBoardConfig(max_connections=200, max_connections_per_peer=50, max_in_flight=7))
         assert (chosen.connections, chosen.connections_per_peer, chosen.streams) == (200, 50, 7)
+        assert limits(CloudBoardConfig()).connections_per_peer == 0  # or one peer's would never make room for its own
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

@@ -95,12 +95,9 @@ def test_any_bytes_are_refused_with_a_code(chunks: list[bytes]) -> None:
 
 @given(st.binary(max_size=300))
 def test_any_bytes_after_the_header(data: bytes) -> None:
-    codes = set()
-    try:
+    with pytest.raises(RefusedRequestError) as refused:  # a whole last segment comes by no chance
         parse([serialized(HEADER), data])
-    except RefusedRequestError as refused:
-        codes.add(refused.code)
-    assert codes <= {"bad_frame", "truncated", "too_large"}
+    assert refused.value.code in {"bad_frame", "truncated", "too_large"}
 
 
 @pytest.mark.parametrize("length", [b"99999999", b"9" * 5000])

@@ -67,6 +67,11 @@ def test_what_is_dumped_is_loaded_again(tmp_path):
     assert node_config.load(path) == config
 
 
+def test_a_name_that_is_not_utf8_cannot_be_dumped():
+    with pytest.raises(ConfigError, match="UTF-8"):
+        node_config.dump(msgspec.structs.replace(node_config.NodeConfig(), run_dir="/run/\udcff"))
+
+
 def test_every_socket_has_a_directory_of_its_own_edge():
     sockets = node_config.NodeConfig().sockets
     names = [name for name in dir(type(sockets)) if isinstance(getattr(type(sockets), name), property)]

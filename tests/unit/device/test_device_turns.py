@@ -3,7 +3,7 @@
 import sys
 
 from tie.device.request import build
-from tie.device.turns import Turns
+from tie.device.turns import Turns, _essence
 from tie.proto import request_pb2
 
 
@@ -56,6 +56,28 @@ def test_what_clients_change_on_the_way_back_is_no_difference() -> None:
     call.id = "another"
     for back in (message("assistant", "pad", "ded"), message("assistant", tool_calls=[call])):
         assert turn(turns, question, back, message("user", "two")) == request.turn_key
+
+
+def test_a_conversation_is_read_once_however_many_choices_it_has(monkeypatch) -> None:
+    read = []
+
+    def essence(one: request_pb2.Message) -> bytes:
+        read.append(one.parts[0].text)
+        return _essence(one)
+
+    monkeypatch.setattr("tie.device.turns._essence", essence)
+    turns = Turns()
+    request = build(model="m", messages=[message("user", "one"), message("assistant", "yes"), message("user", "two")])
+    request.turn_key = turns.key(request)
+    read.clear()
+    turns.answered(request, [message("assistant", str(number)) for number in range(128)])
+    assert read == ["one", "yes", "two", *map(str, range(128))]
+    assert len(turns) == 128
+
+
+def test_a_conversation_may_begin_with_an_answer() -> None:
+    turns = Turns()
+    assert turn(turns) == turn(turns, message("assistant", "yes"), message("user", "two"))
 
 
 def test_memory_is_bounded_and_who_was_used_last_stays() -> None:

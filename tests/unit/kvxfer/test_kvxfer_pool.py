@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-import time
 
 from descriptors import open_descriptors
 from kvxfer import pool as pools
@@ -11,14 +10,13 @@ from kvxfer.header import PAGE
 from kvxfer.pool import BufferPool
 from kvxfer.tickets import Tickets
 from kvxfer_blocks import HEADER
+from waiting import wait_for
 
 
 def test_a_pool_s_buffers_are_zeroed_present_and_used_once():
     pool = BufferPool(1 << 20, spare=2)
     try:
-        deadline = time.monotonic() + 10
-        while pool.ready < 2 and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_for(lambda: pool.ready == 2)
         descriptor = pool.take(HEADER.buffer_bytes)
         status = os.fstat(descriptor)
         assert status.st_size == HEADER.buffer_bytes
@@ -27,8 +25,7 @@ def test_a_pool_s_buffers_are_zeroed_present_and_used_once():
         os.pwrite(descriptor, b"of one user", 0)
         os.close(descriptor)
         pool.refill()
-        while pool.ready < 2 and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_for(lambda: pool.ready == 2)
         for _ in range(2):
             descriptor = pool.take(1 << 20)
             assert not any(os.pread(descriptor, 1 << 20, 0))
@@ -54,10 +51,7 @@ def test_a_refill_asked_for_while_one_fails_is_not_forgotten(monkeypatch):
         assert trying.wait(10)
         pool.refill()
         asked.set()
-        deadline = time.monotonic() + 10
-        while not pool.ready:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_for(lambda: pool.ready)
     finally:
         pool.close()
 

@@ -1,7 +1,6 @@
 """The owner's state: loading, ready, failed; layouts on demand."""
 
 import threading
-import time
 
 import pytest
 
@@ -12,14 +11,15 @@ from model_owner.weights import Failure, Progress, Weights
 from tie.assets.sample import make_sample_bundle
 from tie.daemon.errors import BundleError
 from tie.proto import owner_pb2
+from waiting import wait_for
 
 
-def _settled(weights, layout_id, deadline=30.0):
-    end = time.monotonic() + deadline
-    while isinstance(found := weights.get(layout_id), Progress):
-        assert time.monotonic() < end, "the load does not end"
-        time.sleep(0.01)
-    return found
+def _settled(weights, layout_id):
+    def settled():
+        found = weights.get(layout_id)
+        return None if isinstance(found, Progress) else found
+
+    return wait_for(settled, "the load to end")
 
 
 @pytest.fixture

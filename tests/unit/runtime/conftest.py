@@ -3,9 +3,10 @@
 import pytest
 
 from descriptors import open_descriptors
-from kv_memory import FORMAT, Memory, wait_for
+from kv_memory import FORMAT, Memory
 from kvxfer.pool import BufferPool
 from tie.runtime.kv_transfer import Limits, Transfers
+from waiting import wait_for
 
 
 @pytest.fixture

@@ -2,15 +2,18 @@
 
 import json
 import queue
+import re
 
 import jsonschema
 import numpy as np
 import pytest
 
+from tie.app import constraints
 from tie.app.schemas import enforceable
 from tie.assets.manifest import TOKENIZER_FILE
 from tie.assets.sample import make_sample_bundle
 from tie.assets.tokenizer import load_tokenizer
+from tie.proto import request_pb2
 from tie.proto import runtime_pb2 as pb
 from tie.runtime.blocks import BlockPool
 from tie.runtime.closing import Closing, begins
@@ -43,14 +46,20 @@ LONG = {
 
 
 class Noise:
-    """A model that likes nothing in particular, and an end least of all."""
+    """A model that likes nothing in particular, and an end least of all.
+
+    Attributes:
+        says: tokens that it begins its next answer with.
+    """
 
     def __init__(self, disliked):
-        self.dice, self.disliked = np.random.default_rng(4), disliked
+        self.dice, self.disliked, self.says = np.random.default_rng(4), disliked, []
 
     def forward(self, batch):
         logits = self.dice.standard_normal((sum(part.logits for part in batch.slices), VOCABULARY)).astype(np.float32)
         logits[:, self.disliked] -= 12
+        if self.says and len(logits):
+            logits[:, self.says.pop(0)] += 100
         return logits
 
 
@@ -82,10 +91,15 @@ def tokens(bundle):
 
 
 @pytest.fixture
-def engine(bundle, tokens):
+def noise(tokens):
+    return Noise([tokens['"'], tokens["]"], tokens["}"], END])
+
+
+@pytest.fixture
+def engine(bundle, noise):
     compiler = GrammarCompiler(bundle.read(TOKENIZER_FILE).decode(), VOCABULARY, (END,))
     engine = Engine(
-        Noise([tokens['"'], tokens["]"], tokens["}"], END]),
+        noise,
         BlockPool(200, 8),
         Limits(step_tokens=64, max_running=8, max_waiting=8),
         Bounds(VOCABULARY, 400),
@@ -101,7 +115,12 @@ def engine(bundle, tokens):
 
 
 def answer(engine, **fields):
-    fields = {"token_ids": [1, 2], "max_tokens": 120, "sampling": pb.Sampling(temperature=1, seed=3)} | fields
+    fields = {
+        "token_ids": [1, 2],
+        "max_tokens": 120,
+        "sampling": pb.Sampling(temperature=1, seed=3),
+        "json": True,
+    } | fields
     sink = Collect()
     engine.submit(check(pb.GenerateRequest(**fields), engine.bounds), sink)
     return sink.wait()
@@ -123,10 +142,59 @@ def test_a_string_that_may_not_end_yet_is_written_on_by_the_model(engine, bundle
     assert "@@" not in load_tokenizer(bundle).decode(ids)
 
 
+def called(bundle, ids, text=""):
+    """The arguments of the call that an answer consists of, but for the text before it."""
+    said = load_tokenizer(bundle).decode(ids)
+    assert said.startswith(text)
+    (call,) = re.fullmatch(r"<tool_call>\n(.*?)\n</tool_call>.*", said.removeprefix(text), re.DOTALL).groups()
+    return json.loads(call)["arguments"]
+
+
+def calls(choice, schema):
+    """The grammar that the app makes for one tool."""
+    tool = request_pb2.Tool(name="f", parameters_json=json.dumps(schema))
+    request = request_pb2.InferenceRequest(tools=[tool], tool_choice=choice)
+    return constraints.grammar(request, tagged_calls=True)
+
+
+ARGUMENTS = {
+    "endless text": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+    "some of it wanted": RAMBLING["some of it wanted"],
+    "a tree of it": {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"$ref": "#"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.mark.parametrize("schema", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_a_demanded_call_that_would_be_cut_off_ends_validly(engine, bundle, schema):
+    ids, finished = answer(engine, grammar=calls("required", schema), max_tokens=200)
+    assert finished.reason == pb.REASON_STOP_TOKEN
+    assert len(ids) > 200 - begins(200), "brought to its end too early"
+    jsonschema.validate(called(bundle, ids), schema)
+
+
+@pytest.mark.parametrize("schema", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_a_call_among_text_is_brought_to_its_end_and_the_text_goes_on(engine, noise, bundle, schema):
+    noise.says = load_tokenizer(bundle).encode("So: <tool_call>")
+    ids, finished = answer(engine, grammar=calls("auto", schema), max_tokens=200)
+    assert (finished.reason, len(ids)) == (pb.REASON_LENGTH, 200)
+    jsonschema.validate(called(bundle, ids, "So: "), schema)
+
+
+def test_text_beside_calls_is_left_alone(engine, bundle):
+    ids, finished = answer(engine, grammar=calls("auto", {}))
+    assert (finished.reason, len(ids)) == (pb.REASON_LENGTH, 120)
+    assert '"' not in load_tokenizer(bundle).decode(ids), "it has no string that might end"
+
+
 def test_other_grammars_and_requests_that_forbid_tokens_are_left_alone(engine, tokens):
     schema = json.dumps({"grammars": [{"json_schema": enforceable({"type": "string"})}]})
     forbidding = pb.Sampling(temperature=1, seed=3, bad_token_ids=[tokens["}"]])
-    for fields in ({"grammar": "start: /[a-z}]+/"}, {"grammar": schema, "sampling": forbidding}):
+    for fields in ({"grammar": "start: /[a-z}]+/", "json": False}, {"grammar": schema, "sampling": forbidding}):
         ids, finished = answer(engine, **fields)
         assert finished.reason == pb.REASON_LENGTH
         assert len(ids) == 120
@@ -151,3 +219,5 @@ def test_ends_come_before_leads_and_leads_before_all_else(bundle, tokens):
     free = mask(*within, tokens["@"], tokens["("])
     assert (closing.narrowed(free) == free).all(), "only where there is a format"
     assert (closing.narrowed(mask(*within, brace)) == mask(*within, brace)).all(), "within a string it ends nothing"
+    text = mask(*within, tokens['"'], END)
+    assert (closing.narrowed(text) == text).all(), "what may end anywhere is no string"

@@ -19,6 +19,7 @@ from tie.runtime.grammar import GrammarError
 from tie.runtime.grammar_compiler import MAX_GRAMMAR_BYTES, GrammarCompiler
 from tie.runtime.grammar_trial import Verdict
 from tie.runtime.trials import Trials
+from waiting import wait_for
 
 WAIT_S = 60
 
@@ -122,19 +123,12 @@ def test_no_trial_outlives_its_parent(trials):
     left = [trials._process.pid, *children(trials._process.pid)]
     assert len(left) == 2
     trials.close()
-    deadline = time.monotonic() + WAIT_S
-    while any(map(psutil.pid_exists, left)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: not any(map(psutil.pid_exists, left)), "the trial's processes to end")
 
 
 def children(pid: int) -> list[int]:
     """Those of a trial process: the fork that waits for the next grammar."""
-    deadline = time.monotonic() + WAIT_S
-    while not (found := psutil.Process(pid).children()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return [child.pid for child in found]
+    return [child.pid for child in wait_for(psutil.Process(pid).children, "the trial to fork")]
 
 
 @pytest.mark.parametrize("text", [BUSY, "start: (((", "x" * (MAX_GRAMMAR_BYTES + 1)], ids=["busy", "broken", "large"])
@@ -218,7 +212,7 @@ def test_a_grammar_is_parsed_once(compiler, monkeypatch):
     loads = json.loads
     monkeypatch.setattr(grammar_compiler.json, "loads", lambda text: (parsed.append(text), loads(text))[1])
     text = schema({"const": "hello", "x-guidance": FREE})
-    assert compiler.compile(text).result(WAIT_S).json
+    assert compiler.compile(text).result(WAIT_S)
     assert parsed == [text]
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kv_memory import BLOCKS, BYTES, CONTENTS, FORMAT, TOKENS, VOCABULARY, WAIT_S, Collect, fill, promised, wait_for
+from kv_memory import BLOCKS, BYTES, CONTENTS, FORMAT, TOKENS, VOCABULARY, WAIT_S, Collect, fill, promised
 from kvxfer import doorbell, transfer
 from kvxfer.errors import TransferAbortedError
 from kvxfer.transfer import Consumer
@@ -20,6 +20,7 @@ from tie.runtime.grammar_compiler import GrammarCompiler
 from tie.runtime.prefix_trie import PrefixTrie
 from tie.runtime.request import Bounds, check
 from tie.runtime.scheduler import Limits as SchedulerLimits
+from waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +71,17 @@ def export(transfers, promise, first=0):
     return contents
 
 
+def exported(engine, transfers, prompt):
+    """The answer to a prompt, and the blocks of both: all whole ones of the prompt, and what the answer has filled."""
+    promise = promised(transfers.prepare_export("app"))
+    tokens, end = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
+    assert end.cached_tokens == 0
+    return tokens, export(transfers, promise)
+
+
 def test_a_restored_prompt_gives_the_same_answer_with_less_work(engine, transfers, memory):
     prompt = list(range(40, 61))
-    promise = promised(transfers.prepare_export("app"))
-    expected, end = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
-    assert end.cached_tokens == 0
-    contents = export(transfers, promise)
+    expected, contents = exported(engine, transfers, prompt)
     assert len(contents) == (len(prompt) + 5) // TOKENS  # the last sampled token has no keys and values
     assert memory.computed == len(prompt) + 5
     wait_for(lambda: engine._pool.statistics().used == 0)
@@ -110,14 +116,12 @@ def _with_prefix(engine, memory, registered, contents, on_load=lambda: None):
 def test_blocks_follow_a_registered_prefix(first, engine, transfers, memory):
     """The prefix has two blocks; an import begins before, inside or after it, and never changes what is shared."""
     prompt = list(range(40, 61))
-    promise = promised(transfers.prepare_export("app"))
-    plain, _ = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
-    contents = export(transfers, promise)[:5]
+    plain, contents = exported(engine, transfers, prompt)
     _with_prefix(engine, memory, prompt[:8], contents)
     promise = promised(transfers.prepare_import("app", 5 - first))
     restoring = transfers.restore(promise.ticket, len(prompt))
     # What lies where the prefix is must not be taken from an import.
-    spoilt = [bytes(BYTES) if number < 2 else block for number, block in enumerate(contents)]
+    spoilt = [bytes(BYTES) if number < 2 else block for number, block in enumerate(contents[:5])]
     fill(promise, FORMAT.header(first, 5 - first), spoilt[first:])
     promise.close()
     before = memory.computed
@@ -131,14 +135,12 @@ def test_blocks_follow_a_registered_prefix(first, engine, transfers, memory):
 @pytest.mark.parametrize("registered", [None, [1] * 8, list(range(40, 44))])
 def test_blocks_that_follow_a_prefix_that_is_not_there_are_left_aside(registered, engine, transfers, memory):
     prompt = list(range(40, 61))
-    promise = promised(transfers.prepare_export("app"))
-    plain, _ = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
-    contents = export(transfers, promise)[:5]
+    plain, contents = exported(engine, transfers, prompt)
     if registered:
         _with_prefix(engine, memory, registered, contents)
     promise = promised(transfers.prepare_import("app", 3))
     restoring = transfers.restore(promise.ticket, len(prompt))
-    fill(promise, FORMAT.header(2, 3), contents[2:])
+    fill(promise, FORMAT.header(2, 3), contents[2:5])
     promise.close()
     memory.data[:] = bytes(len(memory.data))
     tokens, end = ask(engine, prompt, restoring=restoring)
@@ -165,16 +167,14 @@ def observed(engine, memory) -> tuple[list[str], threading.Event]:
 def test_copying_what_was_restored_holds_an_answer_up_for_a_moment_only(engine, transfers, memory):
     """Beside an answer that streams, a step copies one block where that takes long, and no more."""
     prompt = list(range(40, 61))
-    promise = promised(transfers.prepare_export("app"))
-    expected, _ = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
-    contents = export(transfers, promise)[:5]
+    expected, contents = exported(engine, transfers, prompt)
     wait_for(lambda: engine._pool.statistics().used == 0)
     did, both = observed(engine, memory)
     streaming, restored = Collect(), Collect()
     engine.submit(check(pb.GenerateRequest(token_ids=[1, 2, 3], max_tokens=40), engine.bounds), streaming)
     promise = promised(transfers.prepare_import("app", 5))
     restoring = transfers.restore(promise.ticket, len(prompt))
-    fill(promise, FORMAT.header(0, 5), contents)
+    fill(promise, FORMAT.header(0, 5), contents[:5])
     promise.close()
     blocks = restoring.result(WAIT_S)
     copy = blocks.copy_into
@@ -195,9 +195,7 @@ def test_copying_what_was_restored_holds_an_answer_up_for_a_moment_only(engine, 
 def test_a_registered_prompt_is_copied_block_by_block_beside_an_answer(engine, transfers, memory):
     """The first request with it waits, a block a step where a copy takes long; answers that stream do not."""
     prompt = list(range(40, 61))
-    promise = promised(transfers.prepare_export("app"))
-    expected, _ = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
-    contents = export(transfers, promise)[:5]
+    expected, contents = exported(engine, transfers, prompt)
     wait_for(lambda: engine._pool.statistics().used == 0)
     did, both = observed(engine, memory)
     streaming, first, second = Collect(), Collect(), Collect()
@@ -232,12 +230,10 @@ def test_wrong_blocks_would_give_another_answer(engine, transfers, memory):
 
 def test_several_choices_share_what_was_restored(engine, transfers):
     prompt = list(range(40, 61))
-    promise = promised(transfers.prepare_export("app"))
-    expected, _ = ask(engine, prompt, keep=transfers.keeper(promise.ticket))
-    contents = export(transfers, promise)[:5]
+    expected, contents = exported(engine, transfers, prompt)
     promise = promised(transfers.prepare_import("app", 5))
     restoring = transfers.restore(promise.ticket, len(prompt))
-    fill(promise, FORMAT.header(0, 5), contents)
+    fill(promise, FORMAT.header(0, 5), contents[:5])
     promise.close()
     message = pb.GenerateRequest(token_ids=prompt, max_tokens=6, n=3)
     sink = Collect()

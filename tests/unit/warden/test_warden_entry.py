@@ -45,13 +45,14 @@ def seal(key: ConversationKey, blocks=BLOCKS, manifest=MANIFEST, kind=Kind.SEGME
 
 
 def open_all(key: ConversationKey, sealed: bytes, kind=Kind.SEGMENT) -> tuple[bytes, list[bytes]]:
-    opener = Opener(key, kind, stored(sealed))
-    blocks = []
-    for index in range(opener.shape.block_count):
-        into = bytearray(opener.shape.block_bytes)
-        opener.open(index, memoryview(into))
-        blocks.append(bytes(into))
-    return opener.manifest, blocks
+    with stored(sealed) as memory:
+        opener = Opener(key, kind, memory)
+        blocks = []
+        for index in range(opener.shape.block_count):
+            into = bytearray(opener.shape.block_bytes)
+            opener.open(index, memoryview(into))
+            blocks.append(bytes(into))
+        return opener.manifest, blocks
 
 
 @pytest.fixture
@@ -267,10 +268,11 @@ def test_a_key_that_would_decrypt_is_refused_by_the_commitment(key):
 def test_what_is_not_authentic_is_left_nowhere(key):
     sealed = seal(key)
     sealed[piece(1).stop - 1] ^= 1
-    opener = Opener(key, Kind.SEGMENT, stored(sealed))
     into = bytearray(b"x" * BLOCK)
-    with pytest.raises(EntryError):
-        opener.open(1, memoryview(into))
+    with stored(sealed) as memory:
+        opener = Opener(key, Kind.SEGMENT, memory)
+        with pytest.raises(EntryError):
+            opener.open(1, memoryview(into))
     assert into == bytes(BLOCK)
 
 
@@ -304,10 +306,11 @@ def test_misuse_is_an_error_of_the_caller(key):
     sealer.seal(memoryview(BLOCKS[0]))
     with pytest.raises(ValueError, match="too many"):
         sealer.seal(memoryview(BLOCKS[0]))
-    opener = Opener(key, Kind.SEGMENT, stored(seal(key)))
-    for block, size in ((-1, BLOCK), (3, BLOCK), (0, BLOCK - 1)):
-        with pytest.raises(ValueError, match="no such block"):
-            opener.open(block, memoryview(bytearray(size)))
+    with stored(seal(key)) as memory:
+        opener = Opener(key, Kind.SEGMENT, memory)
+        for block, size in ((-1, BLOCK), (3, BLOCK), (0, BLOCK - 1)):
+            with pytest.raises(ValueError, match="no such block"):
+                opener.open(block, memoryview(bytearray(size)))
 
 
 @pytest.mark.parametrize(

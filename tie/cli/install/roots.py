@@ -106,7 +106,8 @@ ROOTS: Final = {
         ),
         scripts=("tie-afm-runtime", "tie-status-probe"),
         edges=("owner", "runtime", "engine", "probe"),
-        programs=("bash", "find"),  # Triton starts its Python stub with the one, the unit tidies up with the other
+        # Triton asks sh whether it may run its Python stub, and starts it with bash; the unit tidies up with find.
+        programs=("bash", "sh", "find"),
         files=("etc/passwd", "etc/group", "etc/nsswitch.conf"),
     ),
     "model-owner": Root(
@@ -286,8 +287,9 @@ def drop_in(root: Root, directory: PurePosixPath, unit: str) -> str:
     """
     bound = " ".join(re.findall(r"(?m)^BindReadOnlyPaths=(.*)$", unit)).split()
     kept = [path for path in bound if path.lstrip("-") not in ("/usr", "/etc/ld.so.cache", str(PREFIX))]
-    lines = [f"RootDirectory={directory}", "BindReadOnlyPaths=", f"BindReadOnlyPaths={' '.join(kept)}"]
-    lines += re.findall(r"(?m)^BindPaths=.+$", unit)  # both are one list to systemd: an empty one empties both
+    # An empty list of either kind empties both (systemd.exec(5)).
+    writable = re.findall(r"(?m)^BindPaths=.*$", unit)
+    lines = [f"RootDirectory={directory}", "BindReadOnlyPaths=", f"BindReadOnlyPaths={' '.join(kept)}", *writable]
     if "\nNoExecPaths=" in unit:  # there is nothing to run
         lines += ["NoExecPaths=", "ExecPaths="]
     return f"# {root.unit}: a root of its own.\n[Service]\n" + "\n".join(lines) + "\n"

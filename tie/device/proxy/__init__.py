@@ -3,6 +3,7 @@
 handler      routes, who may ask, one exchange from its request to its end
 requests     what may be asked, and what is refused by name
 translate    an API request as the sealed protocol has it
+answers      what answers in both of the API's forms have
 chat         an answer as `/v1/chat/completions` gives it, whole or in chunks
 completions  the same for `/v1/completions`
 failures     what went wrong, as HTTP status and JSON error

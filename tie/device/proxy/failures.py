@@ -10,12 +10,18 @@ from typing import Final
 
 import msgspec
 
-from tie.daemon.errors import PeerTimeoutError, TieError
-from tie.device.errors import NodeBusyError, NodeFailedError, RequestRefusedError, UnreachableError
+from tie.daemon.errors import PeerTimeoutError, ProtocolError, TieError
+from tie.device.errors import (
+    EnvelopeRefusedError,
+    NodeBusyError,
+    NodeFailedError,
+    RequestRefusedError,
+    UnreachableError,
+)
 from tie.device.nodes import untouched
 from tie.envelope.errors import EnvelopeError
 from tie.envelope.statement import StatementError
-from tie.http.reply import Reply
+from tie.http.reply import FAULTS, Reply, Text
 
 _RETRY_AFTER_S: Final = 1
 _INVALID: Final = "invalid_request_error"
@@ -89,16 +95,13 @@ def no_model(model: str, served: str) -> ApiError:
 # What the HTTP server and the routes say.
 _FAULTS: Final = MappingProxyType(
     {
-        "bad_request": (400, "what arrived is not HTTP as this server speaks it"),
-        "truncated": (400, "the request ended before its end"),
-        "unauthorized": (401, "the API key is missing or wrong: send `Authorization: Bearer …`"),
-        "forbidden": (403, "this server answers programs on this machine that call it by a name of this machine"),
-        "not_found": (404, "no such path"),
-        "bad_method": (405, "this path does not take this method"),
-        "timeout": (408, "the request stopped arriving"),
-        "too_large": (413, "the request is over the limit"),
-        "bad_type": (415, "the request's content-type is not application/json"),
-        "headers_too_large": (431, "the request's head is over the server's limit"),
+        **FAULTS,
+        "unauthorized": Text(401, "the API key is missing or wrong: send `Authorization: Bearer …`"),
+        "forbidden": Text(403, "this server answers programs on this machine that call it by a name of this machine"),
+        "not_found": Text(404, "no such path"),
+        "bad_method": Text(405, "this path does not take this method"),
+        "too_large": Text(413, "the request is over the limit"),
+        "bad_type": Text(415, "the request's content-type is not application/json"),
     }
 )
 _KINDS: Final = MappingProxyType({401: "authentication_error", 403: "permission_error"})
@@ -106,8 +109,8 @@ _KINDS: Final = MappingProxyType({401: "authentication_error", 403: "permission_
 
 def fault(code: str) -> ApiError:
     """The error of one of the HTTP server's codes."""
-    status, message = _FAULTS[code]
-    return ApiError(status, message, kind=_KINDS.get(status, _INVALID), code=code, retry=False)
+    text = _FAULTS[code]
+    return ApiError(text.status, text.message, kind=_KINDS.get(text.status, _INVALID), code=code, retry=False)
 
 
 def overloaded() -> ApiError:
@@ -153,7 +156,7 @@ def from_error(error: TieError, *, accepted: bool) -> ApiError:
         error: of `tie.device`. The message quotes the node's detail, which the user alone may see.
         accepted: whether a node had taken the request: then it may have been read, whatever the error says.
     """
-    retry = not accepted and isinstance(error, NodeBusyError | UnreachableError) and untouched(error)
+    retry = not accepted and untouched(error)
     match error:
         case ApiError():
             return error
@@ -171,6 +174,10 @@ def from_error(error: TieError, *, accepted: bool) -> ApiError:
             status, code, kind = 503, "node_unreachable", _SERVER
         case StatementError() | EnvelopeError():
             status, code, kind = 502, "node_not_trusted", _SERVER
+        case EnvelopeRefusedError():
+            status, code, kind = 502, "envelope_refused", _SERVER
+        case ProtocolError():
+            status, code, kind = 502, "bad_answer", _SERVER
         case _:
             status, code, kind = 502, "connection_lost", _SERVER
     return ApiError(status, str(error), kind=kind, code=code, retry=retry)

@@ -12,20 +12,18 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, TypeVar
 from urllib.parse import unquote
 
 import msgspec
 
 from tie.daemon import log
 from tie.daemon.errors import ProtocolError, TieError
-from tie.device.answer import Delta, Result
+from tie.device.answer import Delta
 from tie.device.async_client import AsyncAnswer, AsyncClient
-from tie.device.proxy import failures, requests, translate
+from tie.device.proxy import chat, completions, failures, requests, translate
 from tie.device.proxy.access import Access
-from tie.device.proxy.answers import Json
-from tie.device.proxy.chat import ChatAnswer
-from tie.device.proxy.completions import CompletionAnswer
+from tie.device.proxy.answers import Answer, Json
 from tie.device.proxy.failures import ApiError
 from tie.device.proxy.gathering import Gatherer
 from tie.device.turns import Turns
@@ -36,24 +34,10 @@ from tie.proto import request_pb2
 
 MAX_BODY_BYTES: Final = 32 * 1024 * 1024
 MAX_UNDER_WAY: Final = 64
-_PACE: Final = Pace(idle_s=30.0, whole_s=120.0)
+_PACE: Final = Pace()
 _MODELS: Final = "/v1/models"
 
-
-class Form(Protocol):
-    """An answer in one of the API's two forms: fed with all that comes."""
-
-    def begin(self) -> list[Json]:
-        """The chunks before any text."""
-
-    def take(self, piece: Delta) -> list[Json]:
-        """The chunks of a piece."""
-
-    def end(self, result: Result) -> list[Json]:
-        """The last chunks."""
-
-    def whole(self, result: Result) -> Json:
-        """The answer in one, after `end`."""
+R = TypeVar("R", bound=requests.Common)
 
 
 @dataclass(frozen=True)
@@ -73,19 +57,13 @@ class Settings:
     turns: Turns | None = field(default_factory=Turns)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Job:
     """One request to a node: what goes there, and what becomes of the answer."""
 
     request: request_pb2.InferenceRequest
-    form: Form
+    form: Answer
     asked: requests.Common
-    ended: Callable[[], None] = lambda: None
-
-    @property
-    def count(self) -> int:
-        """Of choices."""
-        return self.asked.n or 1
 
 
 class Handler:
@@ -128,11 +106,9 @@ class Handler:
         self._settings.access.check(exchange)
         match exchange.method, exchange.path:
             case "POST", "/v1/chat/completions":
-                with self._place():
-                    await self._chat(exchange)
+                await self._ask(exchange, requests.ChatRequest, translate.chat, chat.answer)
             case "POST", "/v1/completions":
-                with self._place():
-                    await self._completion(exchange)
+                await self._ask(exchange, requests.CompletionRequest, translate.completion, completions.answer)
             case "GET", str(path) if path == _MODELS or path.startswith(_MODELS + "/"):
                 await self._models(exchange, unquote(path.removeprefix(_MODELS).removeprefix("/")))
             case _, "/v1/chat/completions" | "/v1/completions" | "/v1/models":
@@ -151,26 +127,22 @@ class Handler:
         self._check_model(name)
         await _send(exchange, next(model for model in models if model["id"] == name))
 
-    async def _chat(self, exchange: Exchange) -> None:
-        asked = requests.decode(await _body(exchange), requests.ChatRequest)
-        self._check_model(asked.model)
-        request, form = translate.chat(asked), ChatAnswer(asked)
-        turns = self._settings.turns
-        if turns is not None:
-            request.turn_key = turns.key(request)
+    async def _ask(
+        self,
+        exchange: Exchange,
+        kind: type[R],
+        translated: Callable[[R], request_pb2.InferenceRequest],
+        form: Callable[[R], Answer],
+    ) -> None:
+        with self._place():
+            asked = requests.decode(await _body(exchange), kind)
+            self._check_model(asked.model)
+            job = _Job(translated(asked), form(asked), asked)
+            if self._settings.turns is not None and job.request.messages:
+                job.request.turn_key = self._settings.turns.key(job.request)
+            await self._answer(exchange, job)
 
-        def remember() -> None:
-            if turns is not None:
-                turns.answered(request, form.messages())
-
-        await self._answer(exchange, _Job(request, form, asked, remember))
-
-    async def _completion(self, exchange: Exchange) -> None:
-        asked = requests.decode(await _body(exchange), requests.CompletionRequest)
-        self._check_model(asked.model)
-        await self._answer(exchange, _Job(translate.completion(asked), CompletionAnswer(asked), asked))
-
-    async def _answer(self, exchange: Exchange, job: "_Job") -> None:
+    async def _answer(self, exchange: Exchange, job: _Job) -> None:
         accepted = False
         try:
             answer = await self._client.send(job.request)
@@ -182,16 +154,16 @@ class Handler:
         except TieError as error:
             raise failures.from_error(error, accepted=accepted) from None
 
-    async def _whole(self, exchange: Exchange, answer: AsyncAnswer, job: "_Job") -> None:
-        async for delta in _pieces(answer, job.count):
+    async def _whole(self, exchange: Exchange, answer: AsyncAnswer, job: _Job) -> None:
+        async for delta in _pieces(answer, job.asked.count):
             job.form.take(delta)
         result = await answer.result()
         job.form.end(result)
-        job.ended()
+        self._remember(job)
         await _send(exchange, job.form.whole(result))
 
-    async def _stream(self, exchange: Exchange, answer: AsyncAnswer, job: "_Job") -> None:
-        async with Gatherer(_pieces(answer, job.count), self._settings.gather_s) as lists:
+    async def _stream(self, exchange: Exchange, answer: AsyncAnswer, job: _Job) -> None:
+        async with Gatherer(_pieces(answer, job.asked.count), self._settings.gather_s) as lists:
             async for deltas in lists:
                 chunks = [] if exchange.started else job.form.begin()
                 for delta in deltas:
@@ -200,10 +172,15 @@ class Handler:
         result = await answer.result()
         chunks = [] if exchange.started else job.form.begin()
         chunks += job.form.end(result)
-        job.ended()  # before the client can know that it is, and go on
+        self._remember(job)  # before the client can know that it is, and go on
         await _write(exchange, chunks)
         await exchange.write(b"data: [DONE]\n\n")
         await exchange.finish()
+
+    def _remember(self, job: _Job) -> None:
+        """The turn that an answer ends."""
+        if self._settings.turns is not None:
+            self._settings.turns.answered(job.request, job.form.messages())
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:

@@ -164,6 +164,11 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: Int32 | None = None
     ignore_eos: bool | None = None
 
+    @property
+    def count(self) -> int:
+        """Of choices."""
+        return self.n or 1
+
 
 class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`."""

@@ -9,9 +9,8 @@ from tie.device.proxy.handler import Handler, Settings, replies
 from tie.http.limits import Limits
 from tie.http.server import Server
 
-LIMITS: Final = Limits(
-    connections=512, connections_per_peer=512, streams=64, all_streams=512, idle_s=300.0, linger_s=5.0
-)
+# Tools keep their connections for a while; nobody here is far away.
+LIMITS: Final = Limits(all_streams=512, idle_s=300.0, linger_s=5.0)
 
 
 async def serve(client: AsyncClient, settings: Settings, listening: socket.socket, stopping: asyncio.Event) -> None:
@@ -19,5 +18,5 @@ async def serve(client: AsyncClient, settings: Settings, listening: socket.socke
 
     Answers under way then have a few seconds to end; after that their connections are closed.
     """
-    await Server(Handler(client, settings), LIMITS, replies).serve(listening, stopping)
-    await client.close()
+    async with client:
+        await Server(Handler(client, settings), LIMITS, replies).serve(listening, stopping)

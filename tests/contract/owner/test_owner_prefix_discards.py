@@ -1,0 +1,188 @@
+"""A pool that is not what a runtime expects: every disagreement is injected, and nothing wrong is ever served."""
+
+import hashlib
+import mmap
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+
+from kvxfer import seals
+from kvxfer.header import Header
+from prefix_runtime import BLOCKS, BYTES, FORMAT, PROMPTS, TOKENS, Runtime, manifest, mappings, restarted
+from tie.assets.manifest import FileEntry
+from tie.proto import owner_pb2 as pb
+from tie.runtime.prefix_pool import Place
+from tie.runtime.prefix_restore import PoolDamagedError
+from tie.runtime.prefixes import State
+
+
+@dataclass
+class Spoilt:
+    """How a pool is made wrong, and by what the next runtime notices."""
+
+    spoil: object = None  # of the owner's own state of rank 0
+    expects: dict = None  # what the next runtime is instead
+    reason: str = ""
+
+
+def _edit(**changes):
+    def spoil(pool):
+        pool.header = replace(pool.header, **changes)
+
+    return spoil
+
+
+def _truncate_metadata(pool):
+    data = os.pread(pool.metadata, pool.metadata_bytes, 0)
+    _replace_metadata(pool, data[: len(data) // 2], hash_it=True)
+
+
+def _replace_metadata(pool, data, *, hash_it):
+    descriptor = os.memfd_create("spoilt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(descriptor, data)
+    seals.add(descriptor, seals.IMMUTABLE)
+    os.dup2(descriptor, pool.metadata)
+    os.close(descriptor)
+    pool.metadata_bytes = len(data)
+    if hash_it:
+        pool.metadata_sha256 = hashlib.sha256(data).digest()
+
+
+def _metadata(**changes):
+    def spoil(pool):
+        message = pb.PoolMetadata.FromString(os.pread(pool.metadata, pool.metadata_bytes, 0))
+        for name, change in changes.items():
+            value = change(getattr(message, name))
+            message.ClearField(name)
+            if name == "trie":
+                message.trie = value
+            else:
+                message.block_sha256.extend(value)
+        _replace_metadata(pool, message.SerializeToString(), hash_it=True)
+
+    return spoil
+
+
+def _attribute(name, value):
+    return lambda pool: setattr(pool, name, value)
+
+
+def _unsealed(pool):
+    descriptor = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, pool.header.buffer_bytes)
+    os.dup2(descriptor, pool.pool)
+    os.close(descriptor)
+
+
+OTHER_PROMPTS = PROMPTS | {"one": (5, 5, 5, 5, 5, 5, 5, 5, 5)}
+DISCARDED = {
+    "another model": Spoilt(_edit(model="other"), reason="model"),
+    "another release": Spoilt(_edit(release="other"), reason="release"),
+    "another layout": Spoilt(_edit(layout="other"), reason="layout-id"),
+    "another block size": Spoilt(_edit(block_bytes=128), reason="block-bytes"),
+    "more tokens in a block": Spoilt(_edit(block_tokens=8, token_count=24), reason="block-tokens"),
+    "fewer blocks": Spoilt(_edit(block_count=2, token_count=8), reason="block-count"),
+    "another trie": Spoilt(_attribute("trie_sha256", bytes(32)), reason="trie"),
+    "another split": Spoilt(_attribute("world_size", 2), reason="world-size"),
+    "still being filled": Spoilt(_attribute("holder", "nobody"), reason="rank-not-ready"),
+    "metadata cut off": Spoilt(_truncate_metadata, reason="metadata"),
+    "metadata empty": Spoilt(_attribute("metadata_bytes", 0), reason="metadata"),
+    "metadata's hash wrong": Spoilt(_attribute("metadata_sha256", bytes(32)), reason="metadata"),
+    "metadata is garbage": Spoilt(lambda pool: _replace_metadata(pool, b"\xff" * 90, hash_it=True), reason="metadata"),
+    "metadata of another trie": Spoilt(_metadata(trie=lambda trie: trie + b"\x00"), reason="metadata"),
+    "a block's hash is missing": Spoilt(_metadata(block_sha256=lambda all_: list(all_)[:-1]), reason="metadata"),
+    "a block's hash is cut": Spoilt(_metadata(block_sha256=lambda all_: [b"x", *list(all_)[1:]]), reason="metadata"),
+    "the pool is not sealed": Spoilt(_unsealed, reason="metadata"),
+    # The runtime is another; the pool is as it was made.
+    "new prompts": Spoilt(expects={"bundle": manifest(OTHER_PROMPTS)}, reason="block-count"),
+    "new prompts of equal length": Spoilt(
+        expects={"bundle": manifest(PROMPTS | {"two": (1, 2, 3, 4, 8, 8, 8, 8)})}, reason="trie"
+    ),
+    "new weights under the old release": Spoilt(
+        expects={"bundle": manifest(files={
+            name: FileEntry(sha256="1" * 64, bytes=1) for name in ("tokenizer.json", "tensors.json", "w.gguf")
+        })}, reason="trie",
+    ),
+    "the runtime's own layout changed": Spoilt(expects={"format": replace(FORMAT, layout="new")}, reason="layout-id"),
+    "the runtime has another block size": Spoilt(
+        expects={"format": replace(FORMAT, block_bytes=128)}, reason="block-bytes"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISCARDED)
+def test_a_pool_that_disagrees_is_discarded_and_computed_afresh(name, path, pool_owner, capfd):
+    spoilt = DISCARDED[name]
+    restarted(path).warm()
+    if spoilt.spoil:
+        spoilt.spoil(pool_owner.pools._pools[0])
+    second = restarted(path, **(spoilt.expects or {}))
+    assert f'"reason":"{spoilt.reason}"' in capfd.readouterr().err.replace(" ", "")
+    assert (second.prefixes.state, second.pool) == (State.COLD, None)
+    assert pool_owner.pools.resets == 1
+    assert pool_owner.pools._pools == {}
+    if not spoilt.expects:
+        second.warm()
+        assert second.sound()
+        assert len(second.computed) == 2
+        third = restarted(path)
+        assert (third.prefixes.state, third.computed) == (State.SEALED, [])
+        assert third.sound()
+
+
+def _filled(path, change):
+    """A pool whose blocks are changed before it is sealed, under metadata that says otherwise."""
+    runtime = Runtime(path)
+    honest = runtime.prefixes._seal
+
+    def seal(filling):
+        change(filling.memory)
+        honest(filling)
+
+    runtime.prefixes._seal = seal
+    runtime.warm()
+
+
+def _other_header(memory):
+    memory._view[: mmap.PAGESIZE] = Header("model", "old", "layout", TOKENS, BYTES, BLOCKS, 0, 12).pack()
+
+
+DAMAGED = {
+    "a byte of a block": lambda memory: memory.block(1).__setitem__(5, memory.block(1)[5] ^ 1),
+    "the header of another release": _other_header,
+    "a header page of zeros": lambda memory: memory._view.__setitem__(
+        slice(0, mmap.PAGESIZE), bytes(mmap.PAGESIZE)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_pool_stops_the_start_and_the_next_one_computes(name, path, pool_owner):
+    _filled(path, DAMAGED[name])
+    mapped = mappings()
+    second = Runtime(path)
+    with pytest.raises(PoolDamagedError, match="prefix pool"):
+        second.prefixes.restore()
+    assert second.pool is None
+    assert mappings() == mapped, "it is unmapped"
+    assert pool_owner.pools.resets == 1
+    third = restarted(path).warm()
+    assert third.sound()
+
+
+@pytest.mark.parametrize("name", [name for name, spoilt in DISCARDED.items() if spoilt.spoil])
+def test_two_ranks_discard_when_one_disagrees(name, path, pool_owner):
+    places = [Place(0, 2), Place(1, 2)]
+    for place in places:
+        Runtime(path, place=place).warm()
+    spoil = _attribute("world_size", 3) if name == "another split" else DISCARDED[name].spoil
+    spoil(pool_owner.pools._pools[1])
+    # The rank whose own state is wrong notices; the controllable rest is in the states that every rank sees.
+    noticed = Runtime(path, place=places[1])
+    assert noticed.prefixes.restore() is None
+    assert noticed.prefixes.state is State.COLD
+    assert pool_owner.pools._pools == {}
+    for place in places:
+        Runtime(path, place=place).warm()
+    assert all(restarted(path, place=place).sound() for place in places)
