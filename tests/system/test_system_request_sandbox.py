@@ -28,9 +28,12 @@ def write(folder):
     with open(folder + "/left-behind", "wb") as file:
         file.write(b"x")
 
+# What only marks where another unit, with the same root, mounts something is empty and nobody's.
 def holds(folder):
-    # A folder that only marks where another unit mounts one of its own is empty and nobody's.
     return os.stat(folder).st_mode & 0o2000 or folder.endswith("/assets") or os.listdir(folder)
+
+def has_content(path):
+    return os.listdir(path) if os.path.isdir(path) else os.path.getsize(path)
 
 def see():
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))
@@ -38,7 +41,7 @@ def see():
         "pid": os.getpid(), "uid": os.getuid(), "unit": os.environ["USER"],
         "pids": [name for name in os.listdir("/proc") if name.isdigit()],
         "interfaces": [line.split(":")[0].strip() for line in open("/proc/self/net/dev") if ":" in line],
-        "etc": os.listdir("/etc"),
+        "etc": [name for name in os.listdir("/etc") if has_content("/etc/" + name)],
         "edges": [name for name in os.listdir("/run/tie") if holds("/run/tie/" + name)],
         "home": attempt(lambda: os.listdir("/root")),
         "capabilities": status["CapBnd"].strip() + status["CapEff"].strip(),
