@@ -175,6 +175,7 @@ print(json.dumps([1000 * took[int(share * (count - 1))] for share in (0.5, 0.99,
 """
 
 
+@pytest.mark.timeout(700)  # a thousand
 def test_nothing_of_an_instance_outlives_it(machine, dial):
     # Its processes go before its cgroup can, and systemd removes its private folders last.
     count = 1000 if os.environ.get("TIE_SLOW") == "1" else 20
