@@ -31,9 +31,14 @@ def available(machine) -> bool:
 
 
 @contextmanager
-def running(machine) -> Iterator[None]:
-    """A node for the length of the block, available at its beginning; afterwards the machine is as it was."""
-    machine.run(TIE, "install", "--demo", "--start", *CONTAINERS, timeout=START_S + 300)
+def running(machine, *options: str) -> Iterator[None]:
+    """A node for the length of the block, available at its beginning; afterwards the machine is as it was.
+
+    Args:
+        machine: where.
+        options: of its installation.
+    """
+    machine.run(TIE, "install", "--demo", "--start", *options, timeout=START_S + 300)
     try:
         wait_for(lambda: available(machine), "the node to be available", START_S)
         yield

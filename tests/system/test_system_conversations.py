@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from installed_node import BACK_S, INSTALLED, PYTHON, available, running
+from installed_node import BACK_S, CONTAINERS, INSTALLED, PYTHON, available, running
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -41,7 +41,7 @@ print(json.dumps({"text": result.text, "prompt": result.prompt_tokens, "cached":
 @pytest.fixture(scope="module")
 def node(bare_machine):
     """The machine with a node that is available; afterwards it is as it was."""
-    with running(bare_machine):
+    with running(bare_machine, *CONTAINERS):
         yield bare_machine
 
 
