@@ -1,6 +1,6 @@
 """What the wire between a device and the ingress says of an answer, with and without tick and padding.
 
-    python tests/bench/bench_traffic.py [--exchanges 300] [--tokens 64] [--paces 1 10] [--node]
+    python tests/bench/bench_traffic.py [--exchanges 300] [--tokens 64] [--paces 1 10] [--buckets 64,1024] [--node]
 
 Answers of as many tokens each, half of them of the vocabulary's shortest tokens and half of long ones, come from the
 engine, 16 streams at once. Each of them is then sent with and without tick and padding (`traffic_wire`), in the time
@@ -203,13 +203,18 @@ def measure(options: argparse.Namespace) -> None:
     for pace in options.paces:
         at_once = max(1, round(options.at_once / pace))
         for tick in (0.0, usual.tick_s):
-            for padding, buckets in (("off", AS_IT_IS), ("on", usual.buckets)):
+            for padding, buckets in (("off", AS_IT_IS), ("on", usual.buckets), *options.buckets):
                 config = msgspec.structs.replace(usual, buckets=buckets, tick_s=tick)
                 exchanges = asyncio.run(sent(recordings, config, pace, tokenizer, at_once))
                 print(line(f"{pace:4.0f} {tick * 1e3:2.0f} ms {padding:7}", exchanges), flush=True)
-                if tick and padding == "on":
+                if tick and buckets is usual.buckets:
                     areas = controls(exchanges)
                     print(f"     controls: a tenth more frames {areas[0]}, a tenth slower {areas[1]}", flush=True)
+
+
+def sizes_of(text: str) -> tuple[str, tuple[int, ...]]:
+    """Sizes beside the default's, and their name in the table."""
+    return text.split(",", 1)[0], tuple(int(size) for size in text.split(","))
 
 
 def main() -> None:
@@ -220,6 +225,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--paces", type=float, nargs="+", default=[1, 10])
     parser.add_argument("--at-once", type=int, default=24, help="exchanges; fewer where they are faster")
+    parser.add_argument(
+        "--buckets", type=sizes_of, action="append", default=[], metavar="N,N…", help="other sizes than the default's"
+    )
     parser.add_argument("--node", action="store_true", help="through a whole node")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()

@@ -85,11 +85,12 @@ async def _asked(data: bytes) -> None:
         assert not data
         return
     assert len(opened.dek) == 32
-    said = [app_pb2.AppIn.FromString(payload) for payload in _whole(data)]
-    bodies = [message.body for message in said[1:]]
-    last = next(place for place, part in enumerate(bodies) if part.last)
-    assert said[0].open == opened
-    assert body == b"".join(part.data for part in bodies[: last + 1])
+    said = map(app_pb2.AppIn.FromString, _whole(data))  # as far as the request goes: what follows may be no message
+    assert next(said).open == opened
+    parts = []
+    while not parts or not parts[-1].last:
+        parts.append(next(said).body)
+    assert body == b"".join(part.data for part in parts)
     assert len(body) <= _REQUEST_BYTES
     with contextlib.suppress(RefusalError):
         await incoming.watch()
