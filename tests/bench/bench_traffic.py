@@ -1,13 +1,14 @@
 """What the wire between a device and the ingress says of an answer, with and without tick and padding.
 
-    python tests/bench/bench_traffic.py [--exchanges 300] [--tokens 64] [--paces 1 10] [--buckets 64,1024] [--node]
+    python tests/bench/bench_traffic.py [--exchanges 300] [--tokens 64] [--paces 50 500] [--buckets 64,1024] [--node]
 
 Answers of as many tokens each, half of them of the vocabulary's shortest tokens and half of long ones, come from the
-engine, 16 streams at once. Each of them is then sent with and without tick and padding (`traffic_wire`), in the time
-that the engine took and as many times faster, as a larger machine would be. A classifier (`traffic_trees`) learns from
-half of the exchanges which kind is which, and is asked about the other half: from the frames' sizes alone, from their
-number alone, from their times alone, and from all of it. 0.5 is guessing. The controls say that it could learn: without
-padding it should know the kinds by their sizes, and answers that are a tenth longer or slower by number or time.
+engine, 16 streams at once. Each of them is then sent with and without tick and padding (`traffic_wire`), its times
+stretched alike for all so that the median answer has the wanted pace: a small machine's, a large one's. A classifier
+(`traffic_trees`) learns from half of the exchanges which kind is which, and is asked about the other half: from the
+frames' sizes alone, from their number alone, from their times alone, and from all of it. 0.5 is guessing. The controls
+say that it could learn: without padding it should know the kinds by their sizes, and answers that are a tenth longer or
+slower by number or time.
 
 With --node the same kinds go through a whole node of its own with its defaults, each answer through processes of its
 own, and what is watched is the TCP connection.
@@ -196,16 +197,16 @@ def measure(options: argparse.Namespace) -> None:
     began = time.monotonic()
     recordings, tokenizer, usual = recorded(bundle, options.exchanges, options.tokens, options.overrides)
     spans = [recording.events[-1][0] for recording in recordings]
-    pace = options.tokens / statistics.median(spans)
-    print(f"{len(recordings)} answers of {options.tokens} tokens, {pace:.0f} tokens/s each; sizes {usual.buckets}")
+    own = options.tokens / statistics.median(spans)
+    print(f"{len(recordings)} answers of {options.tokens} tokens, {own:.0f} tokens/s each; sizes {usual.buckets}")
     print(f"recorded in {time.monotonic() - began:.0f} s; area under the curve, and its 95 % interval")
     print(HEADING + COSTS)
     for pace in options.paces:
-        at_once = max(1, round(options.at_once / pace))
+        at_once = max(2, round(options.rate / pace))
         for tick in (0.0, usual.tick_s):
-            for padding, buckets in (("off", AS_IT_IS), ("on", usual.buckets), *options.buckets):
+            for padding, buckets in (("off", AS_IT_IS), ("on", usual.buckets), *(options.buckets if tick else ())):
                 config = msgspec.structs.replace(usual, buckets=buckets, tick_s=tick)
-                exchanges = asyncio.run(sent(recordings, config, pace, tokenizer, at_once))
+                exchanges = asyncio.run(sent(recordings, config, pace / own, tokenizer, at_once))
                 print(line(f"{pace:4.0f} {tick * 1e3:2.0f} ms {padding:7}", exchanges), flush=True)
                 if tick and buckets is usual.buckets:
                     areas = controls(exchanges)
@@ -223,8 +224,8 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, help="model bundle [default: the demo model's]")
     parser.add_argument("--exchanges", type=int, default=300, help="of each kind")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--paces", type=float, nargs="+", default=[1, 10])
-    parser.add_argument("--at-once", type=int, default=24, help="exchanges; fewer where they are faster")
+    parser.add_argument("--paces", type=float, nargs="+", default=[50, 500], help="tokens a second of an answer")
+    parser.add_argument("--rate", type=int, default=1500, help="tokens a second of all answers at once")
     parser.add_argument(
         "--buckets", type=sizes_of, action="append", default=[], metavar="N,N…", help="other sizes than the default's"
     )

