@@ -32,8 +32,21 @@ class Tap:
     def __init__(self, port: int) -> None:
         self._port = port
         self.frames: list[tuple[float, int]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Takes a connection."""
+        task = asyncio.create_task(self._relay(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Cuts all connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", self._port)
         try:
             await asyncio.gather(self._copy(reader, back, None), self._copy(there, writer, self.frames))
@@ -65,6 +78,7 @@ async def tapped(port: int) -> AsyncIterator[tuple[str, Tap]]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", tap
     finally:
         server.close()
+        await tap.close()
 
 
 async def _ask(node: LocalNode, model: str, ids: list[int], tokens: int) -> Exchange:
