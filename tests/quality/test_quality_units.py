@@ -4,10 +4,11 @@ import re
 import subprocess
 import tomllib
 from collections import defaultdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
+from tie.cli.install.roots import ROOTS, drop_in
 from tie.daemon.config import NodeConfig, load
 from tie.daemon.sockets import Sockets
 
@@ -66,6 +67,12 @@ def _edges(name: str, *keys: str) -> set[str]:
     return {word.lstrip("-+").removeprefix("/run/tie/") for word in words if "/run/tie/" in word}
 
 
+def _root(name: str) -> str:
+    """The drop-in that gives a unit a root of its own."""
+    text = (SYSTEMD / ROOTS[name].unit).read_text()
+    return drop_in(ROOTS[name], PurePosixPath("/opt/tie/roots") / name, text)
+
+
 def test_there_are_no_warnings(tool, units, tmp_path):
     for unit in units:
         text = unit.read_text()
@@ -73,6 +80,11 @@ def test_there_are_no_warnings(tool, units, tmp_path):
     for name in DROPINS:
         text = (tmp_path / f"{name}.service").read_text() + (SYSTEMD / "gpu" / f"{name}.conf").read_text()
         (tmp_path / f"{name}-gpu.service").write_text(text)
+    for name in ROOTS:
+        text = (tmp_path / ROOTS[name].unit).read_text()
+        (tmp_path / ROOTS[name].unit.replace(".service", "-root.service").replace("@-root", "-root@")).write_text(
+            text + _root(name)
+        )
     done = subprocess.run(
         [tool("systemd-analyze"), "verify", "--man=no", *sorted(tmp_path.iterdir())],
         capture_output=True, text=True, check=False, timeout=60,
@@ -101,6 +113,13 @@ def test_exposure_with_a_gpu_stays_below_its_limit(tool, name, tmp_path):
     unit = tmp_path / f"{name}.service"
     unit.write_text((SYSTEMD / unit.name).read_text() + (SYSTEMD / "gpu" / f"{name}.conf").read_text())
     assert _exposure(tool("systemd-analyze"), unit) <= GPU_EXPOSURE
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_exposure_with_a_root_of_its_own_stays_below_its_limit(tool, name, tmp_path):
+    unit = tmp_path / ROOTS[name].unit
+    unit.write_text((SYSTEMD / unit.name).read_text() + _root(name))
+    assert _exposure(tool("systemd-analyze"), unit) <= EXPOSURE[unit.name]
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -80,13 +80,13 @@ def try_to_ask(machine, prompt: str = "The capital of France is", tokens: int = 
 
 
 def ask(machine) -> dict:
-    """One answer, asked for as a user would: who is told that the node is busy, or failed, asks again."""
+    """One answer, asked for as a user would: who is told that the node is busy, or reaches nobody, asks again."""
     deadline = time.monotonic() + BACK_S
     while True:
         done = try_to_ask(machine)
         if done.returncode == 0:
             return json.loads(done.stdout)
-        assert done.returncode in (69, 70, 75), done.stderr
+        assert done.returncode in (69, 75), done.stderr
         assert time.monotonic() < deadline, done.stderr
         print(f"asks again: {done.stderr.strip()}")
         time.sleep(0.5)
@@ -197,6 +197,51 @@ def test_a_death_is_mended(node, wait, unit):
     wait(
         "an answer: what CloudBoard knows of the node is a moment old", lambda: try_to_ask(node).returncode == 0, BACK_S
     )
+
+
+def test_a_node_that_is_held_out_of_service_stays_there_when_its_controller_dies(node, wait):
+    def at_rest() -> bool:
+        return (
+            json.loads(node.run(INSTALLED, "status", "--json", check=False).stdout or "{}").get("state")
+            == "maintenance"
+        )
+
+    node.run(INSTALLED, "maintenance", "on")
+    wait("the node to be at rest", at_rest, BACK_S)
+    pid = node.show("tie-controllerd.service", "MainPID")["MainPID"]
+    node.run("systemctl", "kill", "--kill-who=main", "--signal=KILL", "tie-controllerd.service")
+    wait("another controller", lambda: node.show("tie-controllerd.service", "MainPID")["MainPID"] not in ("0", pid))
+    wait("the node to be at rest", at_rest, BACK_S)
+    assert try_to_ask(node).returncode == 75
+    node.run(INSTALLED, "maintenance", "off")
+    wait("the node to be available", lambda: available(node), BACK_S)
+
+
+def test_another_model_for_a_running_node_exchanges_its_runtime_only(node):
+    def pids() -> list[str]:
+        units = ("tie-cloudboard", "tie-controllerd", "tie-model-owner", "tie-afm-runtime")
+        return [node.show(f"{unit}.service", "MainPID")["MainPID"] for unit in units]
+
+    def serves() -> str:
+        return json.loads(node.run(INSTALLED, "assets", "show", "--json", "/var/lib/tie/assets/active").stdout)[
+            "release"
+        ]
+
+    demo, before = serves(), pids()
+    node.run(TIE, "assets", "create", "/var/lib/tie/assets/demo", "/tmp/other", "--release", "other", timeout=120)
+    try:
+        refused = node.run(TIE, "install", "--bundle", "/tmp/other", "--restart=no", check=False, timeout=120)
+        assert (refused.returncode, serves()) == (1, demo), refused.stderr
+        node.run(TIE, "install", "--bundle", "/tmp/other", timeout=300)
+        assert serves() == "other"
+        assert [old == new for old, new in zip(before, pids(), strict=True)] == [True, True, True, False]
+        assert ask(node)["text"].strip()
+        node.run(TIE, "install", "--demo", timeout=300)
+        assert serves() == demo
+        assert ask(node)["text"].strip()
+        assert "nothing to do" in node.run(TIE, "install", "--demo", timeout=120).stdout
+    finally:
+        node.run("rm", "-r", "/tmp/other")
 
 
 @SLOW

@@ -13,7 +13,7 @@ import grpc.aio
 from tie.cli import settings
 from tie.daemon import rpc
 from tie.daemon.errors import PeerDiedError, PeerError, PeerTimeoutError, RefusedError
-from tie.proto import control_pb2_grpc, metrics_pb2_grpc
+from tie.proto import control_pb2, control_pb2_grpc, metrics_pb2_grpc
 
 CALL_S = 10.0
 _CONNECT_S = 3.0
@@ -58,6 +58,25 @@ async def connected(run_dir: Path) -> AsyncIterator[Control]:
             yield Control(channel)
         except grpc.aio.AioRpcError as error:
             raise _translate(error) from None
+
+
+async def maintain(connection: Control, *, on: bool, reason: str) -> None:
+    """Takes the node out of service, or back in; answered at once, before the node is where it shall be."""
+    request = control_pb2.SetMaintenanceRequest(on=on, reason=reason)
+    await connection.node.SetMaintenance(request, timeout=CALL_S)
+
+
+async def reach(connection: Control, state: "control_pb2.State.ValueType", timeout: float) -> None:
+    """Waits until the node is in `state`; in maintenance also until nothing is in flight.
+
+    Raises:
+        PeerError: the controller's reports ended before.
+        grpc.aio.AioRpcError: not within `timeout` seconds, or the controller ended.
+    """
+    async for status in connection.node.Watch(control_pb2.WatchRequest(), timeout=timeout):
+        if status.state == state and (state != control_pb2.STATE_MAINTENANCE or not status.in_flight):
+            return
+    raise PeerError("the controller ended its reports early")
 
 
 def _translate(error: grpc.aio.AioRpcError) -> PeerError | RefusedError:

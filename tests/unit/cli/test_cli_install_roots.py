@@ -5,10 +5,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 
 import pytest
 
 from tie.cli.install import roots, tree
+from tie.cli.install.distributions import Source
+from tie.daemon.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}")
@@ -56,3 +59,37 @@ def test_a_root_has_every_place_that_its_unit_mounts_something_on(name):
     places = {path.lstrip("-/") for path in bound.split()}
     assert places - {"usr", "etc/ld.so.cache", "opt/tie"} <= set(roots.places(root))
     assert "/usr" not in after.split(), "it sees its own"
+
+
+def _loader_says(monkeypatch, text: str) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=text, stderr=""))
+
+
+def test_a_library_that_the_loader_does_not_find_is_an_error(tmp_path, monkeypatch):
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF")
+    _loader_says(monkeypatch, "\tlibfoo.so.1 => not found\n\tlibc.so.6 => /lib/libc.so.6 (0x0)\n")
+    with pytest.raises(ConfigError, match=r"lacks libfoo\.so\.1"):
+        roots._libraries([program], [])
+    # One that the environment brings is found where who names it has been loaded.
+    own = Source(PurePosixPath("site-packages/foo.libs/libfoo.so.1"), tmp_path / "libfoo.so.1", "")
+    assert PurePosixPath("usr/lib/x86_64-linux-gnu/libc.so.6") in roots._libraries([program], [own])
+    _loader_says(monkeypatch, f"{program}: /lib/libc.so.6: version `GLIBC_9' not found (required by {program})\n")
+    with pytest.raises(ConfigError, match="lacks GLIBC_9"):
+        roots._libraries([program], [])
+
+
+def test_whatever_a_root_takes_from_the_machine_is_in_its_fingerprint(monkeypatch, tmp_path):
+    root = roots.ROOTS["app"]
+    sources = roots._sources(root, PYTHON)
+    taken = roots._of_the_machine(root, sources, PYTHON)
+    assert {f"usr/bin/{PYTHON.name}", "usr/lib64/ld-linux-x86-64.so.2"} <= {str(place) for place in taken}
+    assert any(place.name == "hashlib.py" for place in taken)
+    assert any(place.name.startswith("libcrypto.so") for place in taken), "what only a module of the library names"
+    before = roots.fingerprint(root, PYTHON)
+    for name in ("hashlib.py", "libm.so.6", PYTHON.name):
+        place = next(place for place in taken if place.name == name)
+        other = tmp_path / name
+        other.write_bytes(b"updated")
+        monkeypatch.setattr(roots, "_of_the_machine", lambda *_, changed={**taken, place: other}: changed)
+        assert roots.fingerprint(root, PYTHON) != before

@@ -6,9 +6,9 @@ from pathlib import Path
 from tie.assets import active
 from tie.assets.bundle import open_bundle
 from tie.cli.checks import Check, Level, filesystem
-from tie.cli.install import files, plan
+from tie.cli.install import files, ours, plan
 from tie.cli.install.machine import ASSETS, CONFIG, KEYS, PREFIX, RUN, TARGET, Machine
-from tie.cli.install.steps import names
+from tie.cli.install.system import names
 from tie.daemon import config as node_config
 from tie.daemon.errors import ConfigError, TieError
 
@@ -18,7 +18,7 @@ _VOLATILE = ("tmpfs", "ramfs")
 
 def installed(machine: Machine) -> Iterator[Check]:
     """Every check of the node that is installed on this machine; none where there is none."""
-    systemd = plan.current(machine)
+    systemd = ours.current(machine)
     if systemd is None:
         return
     yield _whole(machine)
@@ -33,14 +33,14 @@ def installed(machine: Machine) -> Iterator[Check]:
 
 
 def _whole(machine: Machine) -> Check:
-    place = plan.tree_in_use(machine)
+    place = ours.tree_in_use(machine)
     if not plan.is_whole(machine, place):
         return Check("installation", Level.MISSING, f"{place} is not what was installed", _AGAIN)
     return Check("installation", Level.OK, f"{PREFIX} is {place.name}, unchanged")
 
 
 def _units(machine: Machine, systemd: Path) -> Check:
-    containers = plan.places(plan.tree_in_use(machine), plan.has_containers(machine))
+    containers = plan.places(ours.tree_in_use(machine), plan.has_containers(machine))
     wanted = files.shipped(systemd, gpu=plan.has_gpu(machine), containers=containers)
     different = [place.name for place, content in wanted.items() if _read(machine.at(place)) != content]
     if different:

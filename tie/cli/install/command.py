@@ -4,11 +4,12 @@ from pathlib import Path
 
 import click
 
-from tie.cli.install import distributions, files, plan, removal
-from tie.cli.install.exchange import Drain, Restart
-from tie.cli.install.machine import ASSETS, CONFIG, PREFIX, TARGET, Machine
+from tie.cli.install import distributions, files, ours, plan, removal, running
+from tie.cli.install.machine import CONFIG, PREFIX, TARGET, Machine
+from tie.cli.install.model import ACTIVE
 from tie.cli.install.roots import ROOTS
-from tie.cli.install.steps import Command, Folder, Link, Step, WriteFiles, carry_out
+from tie.cli.install.steps import Command, Link, carry_out
+from tie.daemon.errors import ConfigError
 
 _ROOT = click.option(
     "--root",
@@ -57,46 +58,42 @@ def install(
     fails, or is interrupted, is taken back.
     """
     machine = Machine(root)
-    if not dry_run:
-        machine.check()
     chosen = tuple(name for name in ROOTS if name in containers) if containers else None
-    steps = plan.steps(machine, plan.Wish(gpu=gpu, containers=chosen, bundle=bundle, demo=demo))
-    running = machine.is_active(TARGET)
-    if running and restart != "no":
-        steps = _exchanged(machine, steps, drained=restart == "drained")
-    if start and machine.live and not machine.is_active(TARGET):
-        starting, stopping = ["systemctl", "start", TARGET], ["systemctl", "stop", TARGET]
-        steps.append(Command(machine, f"{TARGET} starts", [starting], [stopping]))
+    if chosen and root != Path("/"):
+        hint = "install without --container, and let the machine that boots from it run tie install --container"
+        raise ConfigError("a container's root is made of a machine's own libraries, not of an image's", hint=hint)
+    machine.check(root=not dry_run)
+    with machine.alone():
+        before, active = ours.tree_in_use(machine), machine.is_active(TARGET)
+        steps = plan.steps(machine, plan.Wish(gpu=gpu, containers=chosen, bundle=bundle, demo=demo))
+        after = next((step.target.parent for step in steps if isinstance(step, Link) and step.place == PREFIX), before)
+        if active:
+            units = files.units(distributions.shared("systemd"))
+            steps = running.arrange(machine, steps, units, restart=restart)
+        elif start and machine.live:
+            starting, stopping = ["systemctl", "start", TARGET], ["systemctl", "stop", TARGET]
+            steps.append(Command(machine, f"{TARGET} starts", [starting], [stopping]))
+        if not dry_run:
+            carry_out(steps, click.echo)
+        stale = active and restart == "no"  # it may need any version that is there
+        spent = [] if stale else removal.spent(machine, before=before, after=after)
+        if not dry_run:
+            for gone in spent:
+                click.echo(gone.says)
+                gone.do()
     if dry_run:
-        for step in steps:
-            click.echo(f"would do: {step.says}")
+        for says in [*(step.says for step in steps), *(gone.says for gone in spent)]:
+            click.echo(f"would do: {says}")
         if not steps:
             click.echo("nothing to do: the machine is as it would be made")
         return
-    before = plan.tree_in_use(machine)
-    with machine.alone():
-        carry_out(steps, click.echo)
-        if restart != "no":
-            for tree in removal.old_trees(machine, keep=before):
-                click.echo(f"an older version goes: {tree.says}")
-                tree.do()
     click.echo("installed" if steps else "nothing to do: the machine is as it should be")
-    if steps and running and restart == "no":
+    if steps and stale:
         click.echo(f"the node still runs what it began with: systemctl restart {TARGET}")
-    if not machine.at(ASSETS / "active").exists():
-        click.echo(f"no model yet: tie install --bundle DIRECTORY, or --demo; {CONFIG} names {ASSETS / 'active'}")
+    if not machine.at(ACTIVE).exists():
+        click.echo(f"no model yet: tie install --bundle DIRECTORY, or --demo; {CONFIG} names {ACTIVE}")
     elif machine.live and not machine.is_active(TARGET):
         click.echo(f"start it: systemctl start {TARGET}; look at it: tie doctor, tie status")
-
-
-def _exchanged(machine: Machine, steps: list[Step], *, drained: bool) -> list[Step]:
-    """The same steps, for a node that runs: what takes long comes first, then it is drained, changed and started."""
-    if not any(isinstance(step, WriteFiles) or (isinstance(step, Link) and step.place == PREFIX) for step in steps):
-        return steps
-    units = files.units(distributions.shared("systemd"))
-    long = [step for step in steps if isinstance(step, Folder)]
-    short = [step for step in steps if not isinstance(step, Folder)]
-    return [*long, *([Drain(machine, units)] if drained else []), *short, Restart(machine, units)]
 
 
 @click.command()
@@ -109,14 +106,14 @@ def uninstall(root: Path, *, purge: bool, dry_run: bool) -> None:
     A configuration that was edited and model bundles stay, unless --purge. Can be repeated after a failure.
     """
     machine = Machine(root)
-    steps = removal.steps(machine, purge=purge)
-    if not dry_run:
-        machine.check()
-    for step in steps:
-        click.echo(f"would do: {step.says}" if dry_run else step.says)
-        if not dry_run:
-            step.do()
+    machine.check(root=not dry_run)
+    with machine.alone():
+        steps, kept = removal.steps(machine, purge=purge), removal.kept(machine, purge=purge)
+        for step in steps:
+            click.echo(f"would do: {step.says}" if dry_run else step.says)
+            if not dry_run:
+                step.do()
     if not steps:
         click.echo("nothing is installed")
-    for kept in removal.kept(machine, purge=purge):
-        click.echo(f"stays: {kept}")
+    for place in kept:
+        click.echo(f"stays: {place}")

@@ -23,6 +23,7 @@ CONFIG: Final = PurePosixPath("/etc/tie/node.toml")
 STATE: Final = PurePosixPath("/var/lib/tie")
 ASSETS: Final = STATE / "assets"
 RUN: Final = PurePosixPath("/run/tie")
+MAINTENANCE: Final = RUN / "control/maintenance"  # the controller's note that an operator holds the node out of service
 COMMAND: Final = PurePosixPath("/usr/local/bin/tie")
 UNITS: Final = PurePosixPath("/usr/local/lib/systemd/system")
 PRESETS: Final = PurePosixPath("/usr/local/lib/systemd/system-preset")
@@ -59,13 +60,21 @@ class Machine:
         """Where a path of the machine is from here."""
         return self.root / path.relative_to("/")
 
-    def check(self) -> None:
+    def link(self, path: PurePosixPath) -> str:
+        """What a symbolic link says; empty where there is none."""
+        found = self.at(path)
+        return str(found.readlink()) if found.is_symlink() else ""
+
+    def check(self, *, root: bool = True) -> None:
         """Refuses a machine that a node cannot be put on, before anything is touched.
+
+        Args:
+            root: whether this process has to be root's: not to see only what would be done.
 
         Raises:
             ConfigError: it says what is missing.
         """
-        if os.geteuid() != 0:
+        if root and os.geteuid() != 0:
             raise ConfigError("an installation needs root", hint="sudo, or --dry-run to see what it would do")
         if not self.root.is_dir():
             raise ConfigError(f"{self.root} is no directory")

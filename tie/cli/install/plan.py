@@ -2,18 +2,15 @@
 
 import hashlib
 import importlib.metadata
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from tie.assets import active
-from tie.assets.bundle import open_bundle
-from tie.assets.manifest import MANIFEST_FILE
-from tie.cli.install import distributions, files, roots, tree
-from tie.cli.install.machine import ASSETS, COMMAND, CONFIG, KEYS, PREFIX, RUN, TARGET, TREES, UNITS, Machine
-from tie.cli.install.steps import Accounts, Command, Folder, Link, RunDirectory, Step, WriteFiles, names
+from tie.cli.install import distributions, files, model, ours, roots, tree
+from tie.cli.install.machine import COMMAND, CONFIG, KEYS, PREFIX, RUN, TARGET, TREES, UNITS, Machine
+from tie.cli.install.steps import Command, Folder, Link, Step, WriteFiles
+from tie.cli.install.system import Accounts, Keys, RunDirectory, names
 from tie.daemon.errors import ConfigError
 
 # In each folder of TREES: the tree, and the hash that it had when it was laid out.
@@ -44,11 +41,11 @@ def steps(machine: Machine, wish: Wish) -> list[Step]:
     """Everything that is to be done, in order; nothing where the machine is as it should be.
 
     Raises:
-        ConfigError: this environment cannot be installed from.
-        BundleError: there is no such bundle.
+        ConfigError: this environment cannot be installed from, or something that is not ours is in the way.
+        BundleError: there is no such bundle, or another one of the same name and release is there.
     """
     systemd = distributions.shared("systemd")
-    before = current(machine)
+    before = ours.current(machine)
     containers = wish.containers
     if containers is None:
         containers = has_containers(machine)
@@ -58,10 +55,13 @@ def steps(machine: Machine, wish: Wish) -> list[Step]:
     gpu = has_gpu(machine) if wish.gpu is None else wish.gpu
     wanted_files = files.shipped(systemd, gpu=gpu, containers=places(recipe.place, containers))
     users, groups = files.accounts(systemd)
+    others = ours.in_the_way(machine, wanted_files)
+    if others:
+        raise ConfigError(f"in the way, and not ours: {', '.join(map(str, others))}", hint="move it to another place")
     wanted: list[Step] = []
     if not is_whole(machine, recipe.place):
         wanted.append(Folder(machine, f"{recipe.place}: {recipe.says}", recipe.place, recipe.lay))
-    changed = _changed(machine, wanted_files, _obsolete(machine, before or systemd, wanted_files))
+    changed = _changed(machine, wanted_files, _obsolete(machine, wanted_files))
     if changed:
         says = f"{len(changed)} files of systemd below {UNITS.parents[1]}"
         reload = [["systemctl", "daemon-reload"]] if machine.live else []
@@ -69,18 +69,17 @@ def steps(machine: Machine, wish: Wish) -> list[Step]:
     if set(users) | set(groups) > names(machine) & (set(users) | set(groups)):
         wanted.append(Accounts(machine, users, groups))
     wanted += _configuration(machine, before, systemd)
-    if _link(machine, PREFIX) != str(recipe.place / _TREE):
+    if machine.link(PREFIX) != str(recipe.place / _TREE):
         wanted.append(Link(machine, f"{PREFIX} is that tree now", PREFIX, recipe.place / _TREE))
-    if _link(machine, COMMAND) != str(PREFIX / "bin/tie"):
+    if machine.link(COMMAND) != str(PREFIX / "bin/tie"):
         wanted.append(Link(machine, f"{COMMAND}, the `tie` command", COMMAND, PREFIX / "bin/tie"))
-    wanted += _bundle(machine, wish)
+    wanted += model.steps(machine, wish.bundle, demo=wish.demo)
     if machine.live and (changed or not machine.at(RUN).exists()):
         wanted.append(RunDirectory(machine))
     if before is None:
         wanted.append(_enable(machine, files.preset(systemd)))
     if machine.live and not machine.is_active(KEYS):
-        keys, forget = [["systemctl", "start", KEYS]], [["systemctl", verb, KEYS] for verb in ("stop", "reset-failed")]
-        wanted.append(Command(machine, "the node's keys, in memory", keys, forget))
+        wanted.append(Keys(machine))
     return wanted
 
 
@@ -106,7 +105,9 @@ class _Recipe:
         project = next(item for item in chosen if distributions.canonical(item.name) == distributions.PROJECT)
         named = hashlib.sha256(f"{PREFIX} {machine.python}".encode())
         for name in containers:
-            named.update(f"\0{name} {roots.ROOTS[name]} {roots.system(machine.python)}".encode())
+            named.update(
+                f"\0{name} {roots.ROOTS[name]} {roots.fingerprint(roots.ROOTS[name], machine.python)}".encode()
+            )
         for source in sorted(sources, key=lambda source: source.path):
             content = source.sha256 or hashlib.sha256(distributions.read(source)).hexdigest()
             named.update(f"\0{source.path} {content}".encode())
@@ -149,27 +150,9 @@ def places(folder: PurePosixPath, containers: Iterable[str]) -> dict[str, PurePo
     return {name: folder / _TREE / "roots" / name for name in containers}
 
 
-def tree_in_use(machine: Machine) -> PurePosixPath:
-    """The folder of the tree that PREFIX names; TREES itself where there is none."""
-    return PurePosixPath(_link(machine, PREFIX) or TREES / _TREE).parent
-
-
-def current(machine: Machine) -> Path | None:
-    """The shipped `systemd/` folder of the installation that is there, or None where there is none."""
-    target = _link(machine, PREFIX)
-    folder = machine.at(PurePosixPath(target)) / distributions.SHARE / "systemd" if target else None
-    return folder if folder and folder.is_dir() else None
-
-
-def _link(machine: Machine, place: PurePosixPath) -> str:
-    path = machine.at(place)
-    return str(path.readlink()) if path.is_symlink() else ""
-
-
-def _obsolete(machine: Machine, before: Path, wanted: dict[PurePosixPath, bytes]) -> set[PurePosixPath]:
+def _obsolete(machine: Machine, wanted: dict[PurePosixPath, bytes]) -> set[PurePosixPath]:
     """Files of the installation that is there which the new one has no more."""
-    old = set(files.shipped(before, gpu=True, containers=places(TREES, roots.ROOTS))) - set(wanted)
-    return {place for place in old if machine.at(place).exists()}
+    return {place for place in set(ours.shipped(machine)) - set(wanted) if machine.at(place).is_file()}
 
 
 def _changed(
@@ -187,51 +170,11 @@ def _configuration(machine: Machine, before: Path | None, systemd: Path) -> list
     """node.toml, unless an operator has edited it."""
     content = (systemd / "node.toml").read_bytes()
     path = machine.at(CONFIG)
-    if path.exists():
-        ours = before is not None and path.read_bytes() == (before / "node.toml").read_bytes()
-        if not ours or path.read_bytes() == content:
+    if path.exists() or path.is_symlink():
+        edited = before is None or path.read_bytes() != (before / "node.toml").read_bytes()
+        if edited or path.read_bytes() == content:
             return []
     return [WriteFiles(machine, f"{CONFIG}, which is yours to edit", {CONFIG: content})]
-
-
-def _bundle(machine: Machine, wish: Wish) -> list[Step]:
-    if wish.bundle is None and not wish.demo:
-        return []
-    name = "demo"
-    if wish.bundle is not None:
-        manifest = open_bundle(wish.bundle).manifest
-        name = f"{manifest.model}-{manifest.release}"
-    place, link = ASSETS / name, ASSETS / active.LINK
-    found: list[Step] = []
-    if not (machine.at(place) / MANIFEST_FILE).is_file():
-        make = _copied(wish.bundle) if wish.bundle is not None else _demo
-        found.append(Folder(machine, f"{place}: the model", place, make))
-    if _link(machine, link) != name:
-        found.append(Link(machine, f"{link}: the model that the node serves", link, PurePosixPath(name)))
-    return found
-
-
-def _copied(bundle: Path) -> Callable[[Path], None]:
-    def make(directory: Path) -> None:
-        open_bundle(bundle).verify(lambda _: None)
-        shutil.copytree(bundle, directory)
-        _open_to_all(directory)
-
-    return make
-
-
-def _demo(directory: Path) -> None:
-    from tie.cli.assets import demo_bundle  # NumPy and the readers, for those who want it
-
-    demo_bundle(directory)
-    _open_to_all(directory)
-
-
-def _open_to_all(directory: Path) -> None:
-    """Weights are no secret, and each daemon is a user of its own."""
-    directory.chmod(0o755)
-    for path in directory.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _enable(machine: Machine, units: list[str]) -> Step:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from tie.cli.install import distributions, files, plan
+from tie.cli.install import distributions, files, ours
 from tie.cli.install.exchange import stop
-from tie.cli.install.machine import ASSETS, COMMAND, CONFIG, KEYS, PREFIX, RUN, STATE, TARGET, TREES, Machine
-from tie.cli.install.roots import ROOTS
-from tie.cli.install.steps import WriteFiles, names, remove_accounts
+from tie.cli.install.machine import ASSETS, CONFIG, KEYS, RUN, STATE, TARGET, TREES, Machine
+from tie.cli.install.steps import WriteFiles, aside
+from tie.cli.install.system import collect, forget_failures, names, remove_accounts
 
 
 @dataclass(frozen=True)
@@ -22,52 +22,85 @@ class Removal:
 
 
 def steps(machine: Machine, *, purge: bool) -> list[Removal]:
-    """What has to go, the node's processes first; nothing where nothing is installed."""
-    systemd = plan.current(machine) or distributions.shared("systemd")
+    """What has to go, the node's processes first and its environment last; nothing where nothing is installed."""
+    systemd = _systemd(machine)
     units = files.units(systemd)
     users, groups = files.accounts(systemd)
+    there, doomed = _doomed(machine, systemd, purge=purge)
     found: list[Removal] = []
-    if any(machine.is_active(unit) for unit in units if "@" not in unit and not unit.endswith(".slice")):
-        found.append(Removal("the node stops", lambda: _stop(machine, units)))
-    where = [] if machine.root == Path("/") else [f"--root={machine.root}"]
-    there = [
-        place
-        for place in files.shipped(systemd, gpu=True, containers=plan.places(TREES, ROOTS))
-        if machine.at(place).exists()
-    ]
-    if there:
-        enabled = files.preset(systemd)
-        disable = ["systemctl", *where, "--no-reload", "disable", *enabled]
-        found.append(Removal(f"{TARGET} does not start with the machine", lambda: _run(machine, disable)))
-        gone = WriteFiles(machine, "", dict.fromkeys(there))
-        found.append(Removal(f"{len(there)} files of systemd", gone.do))
-        if machine.live:
-            found.append(Removal("systemd reads its units again", lambda: _forget(machine, units)))
-    accounts = (set(users) | set(groups)) & names(machine)
-    if accounts:
-        found.append(Removal(f"{len(accounts)} accounts", lambda: remove_accounts(machine, accounts, keep=set())))
-    doomed = [RUN, COMMAND, PREFIX, TREES] + ([CONFIG, STATE] if purge or not _edited(machine, systemd) else [])
-    if not purge and STATE in doomed:
-        doomed.remove(STATE)
-    for place in doomed:
-        path = machine.at(place)
-        if path.is_symlink() or path.exists():
-            found.append(Removal(str(place), _remover(path)))
-    return found
+    if there or set(doomed) - {CONFIG, STATE}:  # those two outlive an installation
+        if any(machine.is_active(unit) for unit in units if "@" not in unit and not unit.endswith(".slice")):
+            found.append(Removal("the node stops", lambda: _stop(machine, units)))
+        if there:
+            found += _files(machine, units, files.preset(systemd), there)
+        accounts = (set(users) | set(groups)) & names(machine)
+        if accounts:
+            found.append(Removal(f"{len(accounts)} accounts", lambda: remove_accounts(machine, accounts, keep=set())))
+    return found + [Removal(str(place), _remover(machine.at(place))) for place in doomed]
 
 
-def old_trees(machine: Machine, *, keep: PurePosixPath) -> list[Removal]:
-    """Trees of versions that are neither in use nor the one to keep, which was in use before."""
-    used = {keep.name, plan.tree_in_use(machine).name}
+def spent(machine: Machine, *, before: PurePosixPath, after: PurePosixPath) -> list[Removal]:
+    """What nobody needs once an installation is done.
+
+    Versions but the one in use and the last before it, and what was moved aside to make place for what mends it.
+
+    Args:
+        machine: where.
+        before: the folder of the tree that was in use.
+        after: of the one that is.
+    """
     folders = machine.at(TREES).iterdir() if machine.at(TREES).is_dir() else ()
-    return [
-        Removal(str(TREES / folder.name), _remover(folder)) for folder in sorted(folders) if folder.name not in used
-    ]
+    gone = [TREES / folder.name for folder in sorted(folders) if folder.name not in (before.name, after.name)]
+    gone += [ASSETS / path.name for path in aside(machine.at(ASSETS))]
+    return [Removal(f"no longer needed: {place}", _remover(machine.at(place))) for place in gone]
 
 
 def kept(machine: Machine, *, purge: bool) -> list[PurePosixPath]:
-    """What stays, because it is an operator's."""
-    return [] if purge else [place for place in (CONFIG, ASSETS) if machine.at(place).exists()]
+    """What an uninstallation does not take, because it is an operator's or somebody else's."""
+    systemd = _systemd(machine)
+    there, doomed = _doomed(machine, systemd, purge=purge)
+    places = [*ours.changed(machine, _shipped(machine, systemd)), *_present(machine, CONFIG, ASSETS)]
+    return [place for place in places if place not in there and not {place, *place.parents} & set(doomed)]
+
+
+def _doomed(machine: Machine, systemd: Path, *, purge: bool) -> tuple[list[PurePosixPath], list[PurePosixPath]]:
+    """The files of systemd that go, and everything else that does; none where nothing is installed."""
+    shipped = _shipped(machine, systemd)
+    there = ours.same(machine, shipped)
+    own = _present(machine, *ours.links(machine)[::-1], TREES)
+    doomed = _present(machine, CONFIG, STATE) if purge else []
+    if there or own:
+        if purge:
+            there = [place for place in shipped if machine.at(place).is_file()]
+        elif not _edited(machine, systemd):
+            doomed += _present(machine, CONFIG)
+        doomed += [*_present(machine, RUN), *own]
+    return there, doomed
+
+
+def _present(machine: Machine, *places: PurePosixPath) -> list[PurePosixPath]:
+    return [place for place in places if machine.at(place).is_symlink() or machine.at(place).exists()]
+
+
+def _systemd(machine: Machine) -> Path:
+    return ours.current(machine) or distributions.shared("systemd")
+
+
+def _shipped(machine: Machine, systemd: Path) -> dict[PurePosixPath, bytes]:
+    return ours.everything(systemd, ours.tree_in_use(machine))
+
+
+def _files(machine: Machine, units: list[str], enabled: list[str], there: list[PurePosixPath]) -> list[Removal]:
+    where = [] if machine.root == Path("/") else [f"--root={machine.root}"]
+    disable = ["systemctl", *where, "--no-reload", "disable", *enabled]
+    gone = WriteFiles(machine, "", dict.fromkeys(there))
+    found = [
+        Removal(f"{TARGET} does not start with the machine", lambda: _run(machine, disable)),
+        Removal(f"{len(there)} files of systemd", gone.do),
+    ]
+    if machine.live:
+        found.append(Removal("systemd reads its units again", lambda: _forget(machine, units)))
+    return found
 
 
 def _edited(machine: Machine, systemd: Path) -> bool:
@@ -82,9 +115,8 @@ def _stop(machine: Machine, units: list[str]) -> None:
 
 def _forget(machine: Machine, units: list[str]) -> None:
     machine.run("systemctl", "daemon-reload")
-    # What has failed is remembered, and would be listed for ever.
-    with contextlib.suppress(Exception):
-        machine.run("systemctl", "reset-failed", *units)
+    forget_failures(machine, units)
+    collect(machine, units)
 
 
 def _run(machine: Machine, argv: list[str]) -> None:

@@ -10,12 +10,14 @@ import re
 import shutil
 import stat
 import subprocess
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from tie.cli.install import distributions, tree
+from tie.cli.install.distributions import Source
 from tie.cli.install.machine import PREFIX, RUN
 from tie.daemon.errors import ConfigError
 
@@ -127,11 +129,11 @@ def build(root: Root, directory: Path, python: Path) -> str:
         ConfigError: this environment or this machine lacks something that it needs.
         OSError: it cannot be written.
     """
+    sources = _sources(root, python)
     try:
-        _environment(root, directory / PREFIX.relative_to("/"), python)
-        _standard_library(directory, python)
-        for program in (python, *(Path("/usr/bin") / name for name in root.programs)):
-            _copy(program, directory / program.relative_to("/"))
+        _environment(root, sources, directory / PREFIX.relative_to("/"), python)
+        for inside, file in _of_the_machine(root, sources, python).items():
+            _copy(file, directory / inside)
         for place in places(root):
             if place in root.files or place == _NOTIFY:
                 _empty(directory / place)
@@ -139,12 +141,24 @@ def build(root: Root, directory: Path, python: Path) -> str:
                 (directory / place).mkdir(parents=True, exist_ok=True)
         for name, target in _LINKS.items():
             (directory / name).symlink_to(target)
-        _system_libraries(directory)
         tree.compile_bytecode(directory, PurePosixPath("/"), directory / "usr/lib" / python.name)
         return tree.settle(directory)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
+
+
+def fingerprint(root: Root, python: Path) -> str:
+    """What of the machine's own packages goes into a root, as a hash: another one after an update of any of them.
+
+    Raises:
+        ConfigError: as `build`.
+    """
+    total = hashlib.sha256()
+    for inside, file in sorted(_of_the_machine(root, _sources(root, python), python).items()):
+        with file.open("rb") as stream:
+            total.update(f"{inside} {hashlib.file_digest(stream, 'sha256').hexdigest()}\0".encode())
+    return total.hexdigest()
 
 
 def places(root: Root) -> list[str]:
@@ -158,8 +172,8 @@ def _empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def _environment(root: Root, directory: Path, python: Path) -> None:
-    project = metadata.distribution(distributions.PROJECT)
+def _sources(root: Root, python: Path) -> list[Source]:
+    """The files of the environment that it gets."""
     chosen = []
     for name in root.distributions:
         try:
@@ -169,7 +183,12 @@ def _environment(root: Root, directory: Path, python: Path) -> None:
     distributions.check_lock(chosen, distributions.shared("requirements.lock"))
     sources = [source for item in chosen for source in distributions.sources(item)]
     sources = [item for item in sources if _wanted(item.path, python)]
-    sources += [source for source in distributions.sources(project) if _belongs(root, source.path)]
+    project = metadata.distribution(distributions.PROJECT)
+    return sources + [source for source in distributions.sources(project) if _belongs(root, source.path)]
+
+
+def _environment(root: Root, sources: list[Source], directory: Path, python: Path) -> None:
+    project = metadata.distribution(distributions.PROJECT)
     scripts = {name: entry for name, entry in distributions.scripts(project).items() if name in root.scripts}
     tree.build(directory, sources, scripts, records={}, prefix=PREFIX, python=python)
     tree.compile_bytecode(directory, PREFIX)
@@ -191,7 +210,14 @@ def _belongs(root: Root, path: PurePosixPath) -> bool:
     return any(inside.is_relative_to(package) for package in root.packages)
 
 
-def _standard_library(directory: Path, python: Path) -> None:
+def _of_the_machine(root: Root, sources: list[Source], python: Path) -> dict[PurePosixPath, Path]:
+    """Place in a root → file of the machine's: programs, standard library, and the libraries that anything names."""
+    programs = [python, *(Path("/usr/bin") / name for name in root.programs)]
+    found = {PurePosixPath(file.relative_to("/")): file for file in (*programs, *_standard_library(python))}
+    return found | _libraries([*found.values(), *(source.file for source in sources)], sources)
+
+
+def _standard_library(python: Path) -> Iterator[Path]:
     source = Path("/usr/lib") / python.name
     for file in source.rglob("*"):
         inside = file.relative_to(source)
@@ -205,29 +231,40 @@ def _standard_library(directory: Path, python: Path) -> None:
         if inside.parts[0] == "lib-dynload" and file.name.startswith(_UNUSED_LIBRARIES):
             continue
         if file.suffix in (".py", ".so"):
-            _copy(file, directory / "usr/lib" / python.name / inside)
+            yield file
 
 
-def _system_libraries(directory: Path) -> None:
-    """Copies every library that a file in the root names, until none is missing."""
-    todo = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink() and _is_elf(path)]
-    todo += [Path(f"/{_SYSTEM}/libgcc_s.so.1")]  # opened by the C library when a thread is cancelled
+def _libraries(files: Iterable[Path], own: Iterable[Source]) -> dict[PurePosixPath, Path]:
+    """Every library that one of these files names, and those that these name, but the environment's own.
+
+    Raises:
+        ConfigError: the loader does not find one.
+    """
+    extra = Path("/") / _SYSTEM / "libgcc_s.so.1"  # opened by the C library when a thread is cancelled
+    todo = [*(path for path in files if _is_elf(path)), extra]
     done = subprocess.run(
         ["ldd", *map(str, todo)], capture_output=True, text=True, timeout=_LDD_S, check=False, env={"LC_ALL": "C"}
     )
-    needed = dict(re.findall(r"(?m)^\s+(\S+) => (/\S+) \(", done.stdout))
-    needed |= {Path(path).name: path for path in re.findall(r"(?m)^\s+(/lib\S*/ld-linux\S+) \(", done.stdout)}
-    needed["libgcc_s.so.1"] = f"/{_SYSTEM}/libgcc_s.so.1"
-    for name in re.findall(r"(?m)^\s+(libpython\S+) => not found", done.stdout):
-        raise ConfigError(f"this machine lacks {name}", hint=f"apt-get install {name.partition('.so')[0]}")
-    for name, path in needed.items():
-        if Path(path).is_relative_to(directory):
-            continue
-        place = PurePosixPath("usr/lib64") if name.startswith("ld-linux") else _SYSTEM
-        _copy(Path(path), directory / place / name)
+    needed = {*re.findall(r"(?m)^\s+(\S+) => (/\S+) \(", done.stdout), (extra.name, str(extra))}
+    needed |= {(Path(path).name, path) for path in re.findall(r"(?m)^\s+(/lib\S*/ld-linux\S+) \(", done.stdout)}
+    ours = {source.file.resolve() for source in own}
+    # Libraries that a wheel brings find each other where the one that names them all is loaded first.
+    lacking = set(re.findall(r"(?m)^\s*(\S+) => not found", done.stdout)) - {file.name for file in ours}
+    lacking |= set(re.findall(r"version `(\S+)' not found", done.stdout + done.stderr))
+    if lacking:
+        names = ", ".join(sorted(lacking))
+        raise ConfigError(f"this machine lacks {names}", hint=f"apt-get install {names.partition('.so')[0]}")
+    found = {}
+    for name, path in needed:
+        if Path(path).resolve() not in ours:
+            folder = PurePosixPath("usr/lib64") if name.startswith("ld-linux") else _SYSTEM
+            found[folder / name] = Path(path)
+    return found
 
 
 def _is_elf(path: Path) -> bool:
+    if not path.is_file():  # who reads it says so
+        return False
     with path.open("rb") as file:
         return file.read(4) == b"\x7fELF"
 
@@ -256,10 +293,3 @@ def drop_in(root: Root, directory: PurePosixPath, unit: str) -> str:
     if "\nNoExecPaths=" in unit:  # there is nothing to run
         lines += ["NoExecPaths=", "ExecPaths="]
     return f"# {root.unit}: a root of its own.\n[Service]\n" + "\n".join(lines) + "\n"
-
-
-def system(python: Path) -> str:
-    """What of this machine's own packages goes into a root, as a hash: another one after an update of them."""
-    libraries = ("libc.so.6", "libcrypto.so.3", "libssl.so.3", "libstdc++.so.6", "libz.so.1")
-    files = [python, *(Path("/") / _SYSTEM / name for name in libraries)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files if path.is_file())).hexdigest()

@@ -1,6 +1,7 @@
 """What an installation does: steps that can each be taken back, so that one that fails leaves the machine as it was."""
 
 import contextlib
+import re
 import secrets
 import shutil
 import signal
@@ -9,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from tie.cli.install.machine import CONFIG, RUN, SYSUSERS, TMPFILES, Machine
+from tie.cli.install.machine import SYSUSERS, Machine
+from tie.daemon.errors import ConfigError
 
 Say = Callable[[str], None]
 
@@ -26,32 +28,47 @@ class Step(Protocol):
         """What it does."""
 
     def do(self) -> None:
-        """Does it whole, or raises and leaves nothing of it."""
+        """Does it, or raises; whatever there is of it then, `undo` takes back."""
 
     def undo(self) -> None:
-        """Takes back what `do` did."""
+        """Takes back what there is of `do`: all, half of it, or nothing."""
 
 
 def carry_out(steps: Iterable[Step], say: Say) -> None:
-    """Does all steps, or takes back those that were done, the last first, and raises what went wrong.
+    """Does all steps; or takes back those that were begun, the last first, and raises what went wrong.
 
-    SIGTERM and SIGHUP count as an interrupt; while something is taken back no signal interrupts that.
+    SIGTERM and SIGHUP count as an interrupt. There is one only: while something is taken back nothing interrupts that.
+    What cannot be taken back is said, and the rest is taken back nevertheless.
     """
-    done: list[Step] = []
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
-    try:
-        for step in steps:
-            say(step.says)
-            step.do()
-            done.append(step)
-    except BaseException:
+    begun: list[Step] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def ignore() -> None:
         for number in before:
             signal.signal(number, signal.SIG_IGN)
-        for step in reversed(done):
+
+    def interrupt(*_: object) -> None:
+        ignore()
+        raise KeyboardInterrupt
+
+    try:
+        try:
+            for number, handler in before.items():
+                if handler is not signal.SIG_IGN:
+                    signal.signal(number, interrupt)
+            for step in steps:
+                say(step.says)
+                begun.append(step)
+                step.do()
+        finally:
+            ignore()  # an interrupt until here takes everything back as well, and there is none after it
+    except BaseException:
+        for step in reversed(begun):
             say(f"taking back: {step.says}")
-            with contextlib.suppress(Exception):  # what went wrong first is what has to be told
+            try:
                 step.undo()
+            except Exception as error:  # noqa: BLE001 (whatever it is, the rest has to be taken back)
+                say(f"could not take back: {step.says}: {error}")
         raise
     finally:
         for number, handler in before.items():
@@ -75,20 +92,16 @@ class WriteFiles:
 
     def do(self) -> None:
         """Writes each at once: a reader sees the old file or the new one."""
-        try:
-            for place, content in self.contents.items():
-                path = self.machine.at(place)
-                self._before[path] = path.read_bytes() if path.is_file() else None
-                if content is None:
-                    path.unlink(missing_ok=True)
-                    _remove_empty(path.parent, self.machine)
-                else:
-                    self._made += _make_folder(path.parent)
-                    replace(path, content)
-            self._run()
-        except BaseException:
-            self.undo()
-            raise
+        for place, content in self.contents.items():
+            path = self.machine.at(place)
+            self._before[path] = path.read_bytes() if path.is_file() else None
+            if content is None:
+                path.unlink(missing_ok=True)
+                _remove_empty(path.parent, self.machine)
+            else:
+                _make_folder(path.parent, self._made)
+                replace(path, content)
+        self._run()
 
     def _run(self) -> None:
         for argv in self.then:
@@ -102,10 +115,9 @@ class WriteFiles:
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace(path, content)
-        for folder in reversed(self._made):
-            with contextlib.suppress(OSError):  # somebody else's file is in it by now
-                folder.rmdir()
-        self._run()
+        _remove_made(self._made)
+        if self._before:
+            self._run()
 
 
 @dataclass
@@ -116,88 +128,85 @@ class Link:
     says: str
     place: PurePosixPath
     target: PurePosixPath
-    _before: str | None = None
+    _before: str = ""
+    _begun: bool = False
     _made: list[Path] = field(default_factory=list)
 
     def do(self) -> None:
-        """Makes the link, or points it elsewhere."""
+        """Makes the link, or points it elsewhere.
+
+        Raises:
+            ConfigError: something else is there.
+        """
         path = self.machine.at(self.place)
-        self._before = str(path.readlink()) if path.is_symlink() else None
-        self._made = _make_folder(path.parent)
+        if path.exists() and not path.is_symlink():
+            raise ConfigError(f"{path} is not a link, so it cannot lead elsewhere", hint="move it to another place")
+        self._before = self.machine.link(self.place)
+        _make_folder(path.parent, self._made)
+        self._begun = True
         _point(path, str(self.target))
 
     def undo(self) -> None:
         """Points it where it pointed, or removes it."""
         path = self.machine.at(self.place)
-        if self._before is None:
-            path.unlink(missing_ok=True)
-        else:
+        if self._begun and self._before:
             _point(path, self._before)
-        for folder in reversed(self._made):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        elif self._begun:
+            path.unlink(missing_ok=True)
+        _remove_made(self._made)
 
 
 @dataclass
 class Folder:
-    """A folder that appears whole: made beside its place by `make`, and renamed."""
+    """A folder that appears whole: made beside its place by `make`, and renamed.
+
+    What is there already, because it is damaged, is moved aside first, for whoever still uses it and for `undo`; it is
+    removed once all steps are done (`aside`).
+    """
 
     machine: Machine
     says: str
     place: PurePosixPath
     make: Callable[[Path], None]
+    _fresh: Path | None = None
+    _whole: bool = False
+    _aside: Path | None = None
     _made: list[Path] = field(default_factory=list)
 
     def do(self) -> None:
         """Makes it."""
         path = self.machine.at(self.place)
-        self._made = _make_folder(path.parent)
-        fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        try:
-            self.make(fresh)
-            if path.exists():  # damaged, or it would not be made anew
-                shutil.rmtree(path)
-            fresh.rename(path)
-        except BaseException:
-            shutil.rmtree(fresh, ignore_errors=True)
-            self._remove_made()
-            raise
+        _make_folder(path.parent, self._made)
+        self._fresh = _beside(path)
+        self.make(self._fresh)
+        self._whole = True
+        if path.exists():
+            self._aside = _beside(path)
+            path.rename(self._aside)
+        self._fresh.rename(path)
 
     def undo(self) -> None:
-        """Removes it."""
-        shutil.rmtree(self.machine.at(self.place), ignore_errors=True)
-        self._remove_made()
+        """Removes it, and puts back what was there."""
+        path = self.machine.at(self.place)
+        if self._fresh is not None and self._fresh.exists():
+            shutil.rmtree(self._fresh)
+        elif self._whole:
+            shutil.rmtree(path)
+        self._whole = False
+        if self._aside is not None and self._aside.exists():
+            self._aside.rename(path)
+        _remove_made(self._made)
 
-    def _remove_made(self) -> None:
-        for folder in reversed(self._made):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
 
-
-@dataclass
-class Accounts:
-    """The daemons' users and the edges' groups."""
-
-    machine: Machine
-    users: Sequence[str]
-    groups: Sequence[str]
-    says: str = "accounts of the daemons, one group for each edge"
-    _before: set[str] = field(default_factory=set)
-
-    def do(self) -> None:
-        """Lets systemd-sysusers make those that are missing."""
-        self._before = names(self.machine)
-        where = () if self.machine.root == Path("/") else (f"--root={self.machine.root}",)
-        self.machine.run("systemd-sysusers", *where, "-", stdin=self.machine.at(SYSUSERS).read_text())
-
-    def undo(self) -> None:
-        """Removes those that were not there before."""
-        remove_accounts(self.machine, set(self.users) | set(self.groups), keep=self._before)
+def aside(folder: Path) -> list[Path]:
+    """What `Folder` has left in a folder: what it has replaced, and what it had half made when it was killed."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in found if re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name))
 
 
 @dataclass
 class Command:
-    """A program of the machine's, and what takes its effect back."""
+    """A program of the machine's, and what takes its effect back, or half of it."""
 
     machine: Machine
     says: str
@@ -206,13 +215,8 @@ class Command:
 
     def do(self) -> None:
         """Runs it."""
-        try:
-            for argv in self.doing:
-                self.machine.run(*argv)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                self.undo()
-            raise
+        for argv in self.doing:
+            self.machine.run(*argv)
 
     def undo(self) -> None:
         """Runs what takes it back."""
@@ -220,69 +224,42 @@ class Command:
             self.machine.run(*argv)
 
 
-@dataclass
-class RunDirectory:
-    """The run directory with one folder for each edge; at the next boot tmpfiles makes it."""
-
-    machine: Machine
-    says: str = f"{RUN}: one folder for each edge, in memory"
-    _there: bool = False
-
-    def do(self) -> None:
-        """Lets systemd-tmpfiles make it."""
-        self._there = self.machine.at(RUN).exists()
-        self.machine.run("systemd-tmpfiles", "--create", str(TMPFILES))
-
-    def undo(self) -> None:
-        """Removes it where it was not there."""
-        if not self._there:
-            shutil.rmtree(self.machine.at(RUN), ignore_errors=True)
-
-
-def names(machine: Machine, file: str = "") -> set[str]:
-    """The names of all users ("passwd") and groups ("group") of the machine, or of both."""
-    found = set()
-    for each in (file,) if file else ("passwd", "group"):
-        path = machine.at(CONFIG.parent.parent / each)
-        if path.exists():
-            found |= {line.split(":")[0] for line in path.read_text().splitlines()}
-    return found
-
-
-def remove_accounts(machine: Machine, accounts: set[str], *, keep: set[str]) -> None:
-    """Removes users and groups that are there and not among those to keep."""
-    where = () if machine.root == Path("/") else ("--prefix", str(machine.root))
-    # A user's own group goes with it, where login.defs says so.
-    for file, program in (("passwd", "userdel"), ("group", "groupdel")):
-        for name in sorted((accounts & names(machine, file)) - keep):
-            machine.run(program, *where, name)
-
-
 def replace(path: Path, content: bytes) -> None:
     """Writes a file for everybody to read, all at once."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    fresh = _beside(path)
     try:
         fresh.write_bytes(content)
         fresh.chmod(0o644)
         fresh.rename(path)
-    except OSError:
+    finally:
         fresh.unlink(missing_ok=True)
-        raise
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 def _point(path: Path, target: str) -> None:
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    fresh.symlink_to(target)
-    fresh.rename(path)
+    fresh = _beside(path)
+    try:
+        fresh.symlink_to(target)
+        fresh.rename(path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
-def _make_folder(folder: Path) -> list[Path]:
-    """Makes a folder; those of it that were not there, the outermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
-    for path in missing:
+def _make_folder(folder: Path, made: list[Path]) -> None:
+    """Makes a folder, and notes in `made` those of its path that were not there, the outermost first."""
+    for path in [path for path in (folder, *folder.parents) if not path.exists()][::-1]:
+        made.append(path)
         path.mkdir(mode=0o755)
         path.chmod(0o755)
-    return missing
+
+
+def _remove_made(made: list[Path]) -> None:
+    for folder in reversed(made):
+        with contextlib.suppress(OSError):  # it is not there yet, or somebody else's file is in it by now
+            folder.rmdir()
 
 
 def _remove_empty(folder: Path, machine: Machine) -> None:
