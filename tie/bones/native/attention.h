@@ -36,11 +36,9 @@ TIE_INLINE void score_block(AttentionScratch& s, int query, const uint16_t* keys
     for (int n = 0; n < N; ++n) sums[n] = dot_pairs(sums[n], k, &s.queries[query + n][2 * pair]);
   }
   for (int n = 0; n < N; ++n) {
-    float* scores = &s.scores[query + n][column];
-    store(scores, sums[n]);
     const int from = s.first_key[query + n] - first, to = s.last_key[query + n] - first;
-    if (from > 0 || to < kBlockTokens - 1)
-      for (int i = 0; i < kBlockTokens; ++i) scores[i] = i < from || i > to ? kNever : scores[i];
+    if (from > 0 || to < kBlockTokens - 1) sums[n] = keep(sums[n], from, to, all(kNever));
+    store(&s.scores[query + n][column], sums[n]);
   }
 }
 
@@ -83,6 +81,11 @@ TIE_INLINE void add_values(const AttentionScratch& s, int query, const Model& mo
     for (int v = 0; v < V; ++v) store(parts + n * size + kPartHeader + dim + v * kLanes, sums[n][v]);
 }
 
+// Asks for what will be read soon: a sequence's blocks lie anywhere, where no hardware looks for them by itself.
+TIE_INLINE void fetch(const uint16_t* values, size_t count) {
+  for (size_t i = 0; i < count; i += 64 / sizeof *values) __builtin_prefetch(values + i, 0, 2);
+}
+
 // Blocks first..last of a sequence's table. s.queries, first_key and last_key are set for `queries` queries, whose parts
 // lie one after another.
 inline void attend(AttentionScratch& s, int queries, const Model& model, int layer, int head, const int32_t* blocks,
@@ -99,6 +102,8 @@ inline void attend(AttentionScratch& s, int queries, const Model& model, int lay
     const int count = std::min(last - from, kSpanBlocks);
     for (int b = 0; b < count; ++b) {
       const uint16_t* keys = model.keys(blocks[from + b], layer, head);
+      fetch(model.values(blocks[from + b], layer, head), shape.value_values());
+      if (from + b + 1 < last) fetch(model.keys(blocks[from + b + 1], layer, head), shape.key_values());
       for (int query = 0; query < queries; query += kQueriesAtOnce)
         with_constant<kQueriesAtOnce>(std::min(queries - query, kQueriesAtOnce), [&](auto n) {
           score_block<n()>(s, query, keys, shape.head_dim, (from + b) * kBlockTokens, b * kBlockTokens);

@@ -103,6 +103,17 @@ TIE_INLINE F magnitude(F a) { return each<F>([&](int i) { return (Floats)((Words
 TIE_INLINE F nearest(F a) {  // |a| < 2^22: beyond 2^23 floats are whole, so the sum is rounded
   return each<F>([&](int i) { return (a.v[i] + 0x1.8p23f) - 0x1.8p23f; });
 }
+TIE_INLINE Ints lane_numbers(int part) {
+  static constexpr int32_t kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return read<Ints>(kNumbers + part * kWidth);
+}
+// Lanes first..last of a, `other` elsewhere.
+TIE_INLINE F keep(F a, int first, int last, F other) {
+  return each<F>([&](int i) {
+    const Ints lane = lane_numbers(i), from = first - Ints{}, to = last - Ints{};
+    return (lane >= from) & (lane <= to) ? a.v[i] : other.v[i];
+  });
+}
 TIE_INLINE void store_i8(int8_t* p, F whole) {  // |whole| <= 127, or not a number: then anything
 #if TIE_AVX2
   const __m256i words = _mm256_permute4x64_epi64(
