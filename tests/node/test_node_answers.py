@@ -132,5 +132,5 @@ def test_status_and_metrics_tell(node):
 
 def test_a_second_node_in_the_same_directory_is_refused(node):
     second = tie(node, "up")
-    assert second.returncode == 1
+    assert second.returncode == 78
     assert "a node already runs in" in second.stderr

@@ -8,38 +8,8 @@ from typing import Unpack
 
 from tie.assets.bundle import open_bundle
 from tie.cli import settings
-from tie.daemon.errors import ConfigError, PeerDiedError, PeerError, PeerTimeoutError, TieError
 from tie.device.client import Client
-from tie.device.errors import (
-    EnvelopeRefusedError,
-    NodeBusyError,
-    NodeFailedError,
-    RequestRefusedError,
-    UnreachableError,
-)
 from tie.device.request import Message, Options
-from tie.envelope.errors import EnvelopeError
-from tie.envelope.statement import StatementError
-
-# sysexits.h, so that scripts can tell "try again" from "never".
-_EXIT_CODES: tuple[tuple[type[TieError], int], ...] = (
-    (NodeBusyError, 75),  # EX_TEMPFAIL
-    (RequestRefusedError, 65),  # EX_DATAERR
-    (EnvelopeRefusedError, 76),  # EX_PROTOCOL
-    (StatementError, 76),
-    (EnvelopeError, 76),
-    (ConfigError, 78),  # EX_CONFIG
-    (UnreachableError, 69),  # EX_UNAVAILABLE
-    (PeerTimeoutError, 69),
-    (NodeFailedError, 70),  # EX_SOFTWARE
-    (PeerDiedError, 70),
-    (PeerError, 76),
-)
-
-
-def exit_code(error: TieError) -> int:
-    """What a command that failed this way exits with."""
-    return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1)
 
 
 @dataclass(frozen=True)
@@ -71,6 +41,16 @@ def target(run_dir: Path, url: str | None, statement_key: Path | None, model: st
         statement_key=statement_key or config.sockets.statement_key.with_suffix(".pub"),
         model=model or open_bundle(Path(config.model.bundle)).manifest.model,
     )
+
+
+def local_model(run_dir: Path) -> str:
+    """The id of the model that the node in `run_dir` serves.
+
+    Raises:
+        ConfigError: no node runs there.
+        BundleError: it has no bundle that can be read.
+    """
+    return open_bundle(Path(settings.load_running(run_dir).model.bundle)).manifest.model
 
 
 @dataclass(frozen=True)

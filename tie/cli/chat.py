@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from tie.cli import asking, settings
+from tie.cli.exits import exit_code
 from tie.cli.main import complain
 from tie.daemon.errors import TieError, UserError
 from tie.device.client import Client
@@ -51,8 +52,8 @@ def chat(
 ) -> int:
     """Talk to the model: a conversation, or one answer to PROMPT or to standard input.
 
-    Exit codes: 65 the request is refused, 69 no node answers, 70 the node failed, 75 busy (try again), 76 the node or
-    its answer cannot be trusted.
+    Exit codes: 65 the request is refused or empty, 69 no node answers, 70 the node failed, 75 busy (try again), 76 the
+    node or its answer cannot be trusted, 78 no node runs here. `tie --help` lists all.
     """
     options = {name: value for name, value in sampling.items() if value not in (None, ())}
     history: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -68,7 +69,7 @@ def chat(
             conversation.loop()
     except TieError as error:
         _complain(error)
-        return asking.exit_code(error)
+        return exit_code(error)
     return 0
 
 
