@@ -69,16 +69,15 @@ def _missing(directory: Path) -> list[Path]:
     return [folder for folder in (directory, *directory.parents) if not folder.exists()]
 
 
-def with_bundle(config: NodeConfig, bundle: Path | None, console: Console) -> NodeConfig:
-    """The configuration with an absolute bundle: the named one, the configured one, or the demo model's.
+def with_bundle(config: NodeConfig, console: Console) -> NodeConfig:
+    """The configuration with an absolute bundle: the configured one, or the demo model's.
 
     Raises:
         BundleError: there is no such bundle.
     """
     from tie.assets import active  # needs the node's packages, which `tie up --help` does not
 
-    if bundle is None and config.model.bundle:
-        bundle = Path(config.model.bundle)
+    bundle = Path(config.model.bundle) if config.model.bundle else None
     if bundle is None:
         from tie.cli.assets import demo_bundle
 
