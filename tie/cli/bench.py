@@ -85,7 +85,7 @@ class Measurement:
 @click.option("--prompt-tokens", type=click.IntRange(1), default=64, show_default=True, help="About, as random words.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Of each answer.")
 @click.option("--prompts", "file", type=click.Path(path_type=Path), help='JSONL: {"prompt": …} or {"messages": …}.')
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--natural-end", is_flag=True, help="Let answers end by themselves, not at --max-tokens.")
 @click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True, help="Uncounted requests per stream.")
 @click.option("--timeout", type=click.FloatRange(1), default=600.0, show_default=True, help="Seconds for one answer.")

@@ -30,7 +30,7 @@ _HELP = "/new forgets the conversation, /exit ends it; Ctrl-C stops an answer."
 @click.option("--statement-key", type=click.Path(path_type=Path), help="The fleet's statement.pub [default: local].")
 @click.option("--model", help="Model id [default: the local node's].")
 @click.option("--system", help="A system message.")
-@click.option("--temperature", type=float, default=0.5, show_default=True, help="0 is greedy.")
+@click.option("--temperature", type=click.FloatRange(0, 2), default=0.5, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=float, default=0.9, show_default=True, help="Keep the likeliest tokens up to this share.")
 @click.option("--top-k", type=int, help="Keep this many tokens.")
 @click.option("--max-tokens", type=int, help="Longest answer.")
