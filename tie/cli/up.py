@@ -68,7 +68,8 @@ def up(
 ) -> int:
     """Run a whole node in this terminal, until Ctrl-C.
 
-    Starts every daemon, gives each request its own processes, starts again what ends. Nothing outlives this command.
+    Starts every daemon, gives each request its own processes, starts again what ends. No process, key or socket
+    outlives this command.
     """
     console = Console(quiet=quiet, json_logs=json_logs)
     chosen = None if run_dir is None else str(run_dir)

@@ -268,7 +268,7 @@ def test_a_refused_up_leaves_no_directory_behind(tmp_path):
     assert not (tmp_path / "new").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "kept").touch()
-    assert tie("up", "--run-dir", str(tmp_path / "mine"), "--bundle", str(tmp_path / "no-bundle")).returncode == 1
+    assert tie("up", "--run-dir", str(tmp_path / "mine"), "--bundle", str(tmp_path / "no-bundle")).returncode == 78
     assert (tmp_path / "mine" / "kept").exists()
 
 

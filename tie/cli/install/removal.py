@@ -83,7 +83,8 @@ def _doomed(machine: Machine, systemd: Path, *, purge: bool) -> tuple[list[PureP
 
 def _is_somebodys(machine: Machine) -> bool:
     """Whether the run directory is that of a `tie up`: it may run, and it was not installed."""
-    return (machine.at(RUN) / settings.UP_LOCK).exists()
+    directory = machine.at(RUN)
+    return (directory / settings.UP_LOCK).exists() or settings.node_toml(directory).exists()
 
 
 def _present(machine: Machine, *places: PurePosixPath) -> list[PurePosixPath]:
