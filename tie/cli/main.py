@@ -22,13 +22,13 @@ _COMMANDS = {
     "gpu": ("tie.cli.gpu:gpu", "Show each GPU: verdict, reasons, telemetry."),
     "recycle": ("tie.cli.operate:recycle", "Replace the runtime by a fresh one."),
     "maintenance": ("tie.cli.operate:maintenance", "Take the node out of service, or back in."),
-    "metrics": ("tie.cli.operate:metrics", "Print the metrics of all daemons."),
+    "metrics": ("tie.cli.operate:metrics", "Print the metrics of the node's daemons."),
     "proxy": ("tie.cli.proxy:proxy", "Serve OpenAI's API on this machine."),
     "bench": ("tie.cli.bench:bench", "Measure how fast a node answers."),
     "install": ("tie.cli.install.command:install", "Put a node on this machine, run by systemd."),
     "uninstall": ("tie.cli.install.command:uninstall", "Take it away again."),
     "doctor": ("tie.cli.doctor:doctor", "Say what this machine lacks and how to get it."),
-    "assets": ("tie.cli.assets:assets", "Make and check model bundles."),
+    "assets": ("tie.cli.assets:assets", "Make, check and activate model bundles."),
     "demo": ("tie.cli.demo:demo", "Start a node, ask, recycle, ask again, stop."),
 }
 
