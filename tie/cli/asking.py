@@ -65,6 +65,7 @@ class Answer:
         cached_tokens: of the prompt, reused from an earlier turn.
         first_s: seconds until its first text.
         total_s: seconds until its end.
+        pieces: in which its text came.
     """
 
     text: str
@@ -74,17 +75,18 @@ class Answer:
     cached_tokens: int
     first_s: float
     total_s: float
+    pieces: int
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed after the first token; 0 where there is nothing to measure."""
+        """Speed after the first token; 0 where there is nothing to measure, as in an answer that came in one piece."""
         seconds = self.total_s - self.first_s
-        return (self.completion_tokens - 1) / seconds if self.completion_tokens > 1 and seconds > 0 else 0.0
+        return (self.completion_tokens - 1) / seconds if self.pieces > 1 and seconds > 0 else 0.0
 
     def __str__(self) -> str:
         return (
-            f"first token after {self.first_s:.2f} s · {self.completion_tokens} tokens · "
-            f"{self.tokens_per_s:.1f} tokens/s"
+            f"first token after {self.first_s:.2f} s · {self.completion_tokens} tokens"
+            + (f" · {self.tokens_per_s:.1f} tokens/s" if self.tokens_per_s else "")
             + (f" · {self.cached_tokens} of {self.prompt_tokens} prompt tokens reused" if self.cached_tokens else "")
         )
 
@@ -104,10 +106,12 @@ def ask(
     """
     begun = time.monotonic()
     first: float | None = None
+    pieces = 0
     with client.chat(messages, model=model, **options) as answer:
         for delta in answer:
-            if delta.text and first is None:
-                first = time.monotonic()
+            if delta.text:
+                pieces += 1
+                first = first or time.monotonic()
             show(delta.text)
         result = answer.result()
     ended = time.monotonic()
@@ -119,4 +123,5 @@ def ask(
         cached_tokens=result.cached_tokens,
         first_s=(first or ended) - begun,
         total_s=ended - begun,
+        pieces=pieces,
     )

@@ -12,10 +12,10 @@ import click
 from tie.cli import asking, settings
 from tie.cli.exits import exit_code
 from tie.cli.main import complain
-from tie.daemon.errors import TieError, UserError
+from tie.daemon.errors import PeerDiedError, PeerTimeoutError, TieError, UserError
 from tie.device.client import Client
 from tie.device.conversations import Conversation
-from tie.device.errors import UnreachableError
+from tie.device.errors import NodeFailedError, UnreachableError
 from tie.device.request import Message, build
 
 _NOT_TEXT = "what is asked is not text in the terminal's encoding"
@@ -159,8 +159,22 @@ class _Conversation:
 
 def _complain(error: TieError) -> None:
     complain(error)
-    if isinstance(error, UnreachableError):
-        click.echo("     `tie up` starts a node on this machine; --url names another one", err=True)
+    if way_out := _way_out(error):
+        click.echo(f"     {way_out}", err=True)
+
+
+def _way_out(error: TieError) -> str:
+    """What to do about an error that has no hint of its own; empty where it has one, or nothing can be done."""
+    match error:
+        case UnreachableError(sent=True):
+            return "the node went away while the request was on its way: ask again once it is back (tie status)"
+        case UnreachableError():
+            return "`tie up` starts a node on this machine; --url names another one"
+        case PeerTimeoutError():
+            return "ask again when the node has less to do, or for less (--max-tokens)"
+        case NodeFailedError() | PeerDiedError():
+            return "ask again: the node mends itself in seconds (tie status), and what happened is in `tie events`"
+    return ""
 
 
 def _read_all() -> str:

@@ -22,7 +22,13 @@ _MIN_KEY_BYTES = 16
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--run-dir", type=click.Path(path_type=Path), default=settings.default_run_dir, help="The node's.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    default=settings.default_run_dir,
+    show_default="$TIE_RUN_DIR or /run/tie",
+    help="The node's.",
+)
 @click.option("--url", "urls", multiple=True, help="A node's ingress; may be repeated [default: the local node's].")
 @click.option("--statement-key", type=click.Path(path_type=Path), help="The fleet's statement.pub [default: local].")
 @click.option("--model", "models", multiple=True, help="Model id; may be repeated [default: the local node's].")

@@ -234,6 +234,48 @@ def test_a_configuration_that_cannot_be_has_one_exit_code(tmp_path, arguments, c
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnreachableError("x"),
+        UnreachableError("x", sent=True),
+        PeerTimeoutError("x"),
+        NodeFailedError("x", status="s"),
+        PeerDiedError("x"),
+    ],
+)
+def test_an_error_that_a_chat_ends_with_says_what_to_do(error, tmp_path, monkeypatch, capsys):
+    (tmp_path / "statement.pub").write_bytes(bytes(32))
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("tie.cli.asking.ask", fail)
+    options = ["--url", "http://127.0.0.1:9", "--statement-key", str(tmp_path / "statement.pub"), "--model", "m", "Hi"]
+    assert chat.main(options, standalone_mode=False) == exits.exit_code(error)
+    message, hint = capsys.readouterr().err.splitlines()
+    assert message == "tie: x"
+    assert "`" in hint or "(" in hint
+
+
+@pytest.mark.parametrize("temperature", ["9", "-1", "hot"])
+def test_a_temperature_that_cannot_be_is_a_usage_error(temperature):
+    done = tie("chat", "--temperature", temperature, "Hello")
+    assert done.returncode == 2
+    assert "--temperature" in done.stderr
+
+
+def test_an_id_that_cannot_be_is_told_before_anything_is_read(tmp_path):
+    done = tie("assets", "create", str(tmp_path), str(tmp_path / "bundle"), "--model", "a model")
+    assert done.returncode == 2
+    assert "letters, digits" in done.stderr
+
+
+def test_a_folder_that_is_no_bundle_is_told_from_one_that_is_not_there(tmp_path):
+    assert "no manifest.json in it" in tie("assets", "show", str(tmp_path)).stderr
+    assert "No such file" in tie("assets", "show", str(tmp_path / "none")).stderr
+
+
 def test_a_missing_package_is_named():
     # In a process of its own: here grpc has been imported long ago.
     program = "import sys; sys.modules['grpc'] = None; from tie.cli import main; main.main(['status'])"
