@@ -321,12 +321,12 @@ def test_up_takes_the_run_directory_of_its_configuration(tmp_path):
     path = tmp_path / "node.toml"
     path.write_text(f'run_dir = "{chosen}"\n')
     done = tie("up", "--config", str(path))
-    assert (done.returncode, str(chosen) in done.stderr) == (1, True)
+    assert (done.returncode, str(chosen) in done.stderr) == (78, True)
 
 
 def test_up_refuses_a_setting_that_does_not_exist(tmp_path):
     done = tie("up", "--run-dir", str(tmp_path), "--set", "runtime.colour=red")
-    assert done.returncode == 1
+    assert done.returncode == 78
     assert "runtime.colour" in done.stderr
 
 
