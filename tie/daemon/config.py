@@ -33,7 +33,6 @@ class ModelConfig(_Table, frozen=True):
 class OwnerConfig(_Table, frozen=True):
     """tie-model-owner."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
     allowed_users: tuple[str, ...] = ()  # names or numbers, beside root and the owner's own, that may attach
     pool_bytes: Count = 1024 * 1024 * 1024  # what the prefix pools of registered system prompts may take, in all
 
@@ -41,8 +40,8 @@ class OwnerConfig(_Table, frozen=True):
 class RuntimeConfig(_Table, frozen=True):
     """The AFM Runtime: executor and scheduler."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    executor: Literal["auto", "torch", "native"] = "auto"  # native: the compiled CPU step; auto: it, where it can run
+    # native: the compiled CPU step; auto: it, where it can run; cuda: a choice, never a fallback from or to it
+    executor: Literal["auto", "torch", "native", "cuda"] = "auto"
     dtype: Literal["f32", "bf16"] = "bf16"  # of torch's weights; f32 is torch's alone
     weights: Literal["auto", "q4", "q8", "bf16"] = "auto"  # how native keeps them; auto: as the bundle stores them
     threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: one per core, and native takes fewer while others use them
@@ -202,15 +201,15 @@ def load(path: Path, *, run_dir: str | None = None) -> NodeConfig:
 
 def contradiction(config: NodeConfig) -> str:
     """What does not go together in a configuration, though each value alone may be; empty when nothing is amiss."""
-    app, store, devices = config.app, config.store, (config.owner.device, config.runtime.device)
+    app, runtime, store = config.app, config.runtime, config.store
     if not app.buckets or list(app.buckets) != sorted(set(app.buckets)) or app.buckets[0] < 32:
         return "app.buckets must be ascending sizes of at least 32 bytes"
     if not SMALLEST_TOP_BUCKET <= app.buckets[-1] <= LARGEST_BUCKET:
         return f"the last of app.buckets must be {SMALLEST_TOP_BUCKET} to {LARGEST_BUCKET} bytes"
     if store.max_entry_bytes > store.capacity_bytes:
         return "store.max_entry_bytes must not exceed store.capacity_bytes"
-    if devices[0] != devices[1]:
-        return f"owner.device is {devices[0]!r} and runtime.device {devices[1]!r}: set both to the same"
+    if runtime.executor == "cuda" and runtime.dtype != "bf16":
+        return 'runtime.executor cuda computes in bf16: set runtime.dtype = "bf16"'
     return ""
 
 

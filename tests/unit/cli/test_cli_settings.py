@@ -43,16 +43,12 @@ def test_a_wrong_value_is_refused(override: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [["owner.device=cuda"], ["runtime.device=cuda"], ["app.buckets=[64, 128]"], ["store.capacity_bytes=1"]]
+    "overrides",
+    [["runtime.dtype=f32", "runtime.executor=cuda"], ["app.buckets=[64, 128]"], ["store.capacity_bytes=1"]],
 )
 def test_values_that_contradict_each_other_are_refused(overrides: list[str]) -> None:
     with pytest.raises(ConfigError, match=overrides[0].partition("=")[0].partition(".")[2]):
         settings.effective(None, overrides)
-
-
-def test_both_devices_may_be_set() -> None:
-    config = settings.effective(None, ["owner.device=cuda", "runtime.device=cuda"])
-    assert (config.owner.device, config.runtime.device) == ("cuda", "cuda")
 
 
 def test_what_is_given_twice_is_refused() -> None:
