@@ -18,6 +18,7 @@ async def serve(config: NodeConfig, lifetime: Lifetime) -> None:
     controller = Controller(config)
     sockets = config.sockets
     sources = {
+        "cloudboard": sockets.node,
         "probe": sockets.probe,
         "gpuhealthd": sockets.gpuhealth,
         "owner": sockets.owner_control,

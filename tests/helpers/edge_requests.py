@@ -9,6 +9,7 @@ import httpx
 
 from tie.device import AsyncClient
 from tie.device.proxy.handler import Settings
+from tie.device.proxy.models import Models
 from tie.device.proxy.service import serve
 from tie.device.session import Session
 from tie.proto import request_pb2
@@ -37,11 +38,12 @@ async def post(edge, content) -> httpx.Response:
 
 
 @contextlib.asynccontextmanager
-async def proxied(client: AsyncClient, **settings) -> AsyncIterator[str]:
+async def proxied(client: AsyncClient, *, models: Models | None = None, **settings) -> AsyncIterator[str]:
     """The address of a proxy that asks with `client`; the keyword arguments are what its user chose."""
     stopping = asyncio.Event()
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        serving = asyncio.create_task(serve(client, Settings(models=("m",), **settings), listening, stopping))
+        chosen = Settings(models=models or Models(("m",)), **settings)
+        serving = asyncio.create_task(serve(client, chosen, listening, stopping))
         try:
             yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         finally:

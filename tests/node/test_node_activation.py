@@ -5,6 +5,7 @@ import contextlib
 import subprocess
 import sys
 
+import openai
 import pytest
 
 from tie.assets.build import create_bundle, read_source
@@ -69,10 +70,17 @@ async def test_what_is_no_bundle_changes_nothing(node, served, tmp_path):
     assert (await served()).text
 
 
-async def test_new_weights_take_the_place_of_the_old(node, client, tmp_path):
+async def test_new_weights_take_the_place_of_the_old(node, client, model, proxy_url, tmp_path):
     bundle = make_sample_bundle(tmp_path / "sample", context_tokens=1024, system_prompts={"one": PROMPT})
     before = await node.status()
-    assert await activate(node, bundle.directory) == (0, "")
+    async with openai.AsyncOpenAI(base_url=proxy_url, api_key="none", timeout=60) as api:
+        asked = {"messages": QUESTION, "max_tokens": 2}
+        assert (await api.chat.completions.create(model=model, **asked)).choices
+        assert await activate(node, bundle.directory) == (0, "")
+        with pytest.raises(openai.NotFoundError, match="there is: sample"):
+            await api.chat.completions.create(model=model, **asked)
+        assert (await api.chat.completions.create(model="sample", **asked)).choices
+        assert [each.id async for each in api.models.list()] == ["sample"]
     after = await node.status()
     assert (after.runtime.model, after.owner.model) == ("sample", "sample")
     assert after.owner.generation == after.runtime.owner_generation == before.owner.generation + 1

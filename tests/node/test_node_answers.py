@@ -127,10 +127,12 @@ def test_status_and_metrics_tell(node):
     assert told["state"] == "available"
     assert told["owner"]["loads"] == 1
     assert "available" in tie(node, "status").stdout
-    assert 'tie_node_state{state="available"} 1.0' in tie(node, "metrics").stdout
+    metrics = tie(node, "metrics").stdout
+    assert 'tie_node_state{state="available"} 1.0' in metrics
+    assert 'tie_cloudboard_in_flight{daemon="cloudboard"}' in metrics
 
 
 def test_a_second_node_in_the_same_directory_is_refused(node):
     second = tie(node, "up")
-    assert second.returncode == 1
+    assert second.returncode == 78
     assert "a node already runs in" in second.stderr

@@ -29,7 +29,7 @@ def test_the_demonstration_shows_what_it_promises_and_leaves_nothing_running(bun
 def test_a_demonstration_that_cannot_start_says_why(tmp_path):
     command = [sys.executable, "-m", "tie.cli.main", "demo", "--bundle", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
-    assert done.returncode == 1
+    assert done.returncode == 78
     assert "Traceback" not in done.stderr
 
 

@@ -224,7 +224,7 @@ def test_raw_completions(api, asked):
         ({"model": "gpt-4o"}, openai.NotFoundError, "model"),
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"messages": [{"role": "user", "content": "word " * 20_000}]}, openai.BadRequestError, "messages"),
-        ({"temperature": 101.0}, openai.BadRequestError, "temperature"),
+        ({"temperature": 2.5}, openai.BadRequestError, "temperature"),
         ({"temperature": "hot"}, openai.BadRequestError, "temperature"),
         ({"top_p": 0.0}, openai.BadRequestError, "top_p"),
         ({"max_tokens": -1}, openai.BadRequestError, "max_tokens"),

@@ -17,7 +17,7 @@ _TURN_KEY_BYTES: Final = (0, 32)
 
 # Name → (lowest, highest) of the plain numbers; the rules that are not a range are below.
 _RANGES: Final[dict[str, tuple[float, float]]] = {
-    "temperature": (0.0, 100.0),
+    "temperature": (0.0, 2.0),
     "top_k": (0, 2**31 - 1),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),

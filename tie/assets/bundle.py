@@ -83,8 +83,9 @@ def open_bundle(path: Path) -> Bundle:
         with file.open("rb") as stream:
             data = stream.read(MAX_MANIFEST_BYTES + 1)
     except OSError as error:
+        why = f"there is no {MANIFEST_FILE} in it" if path.is_dir() and not file.exists() else error.strerror
         raise BundleError(
-            f"no model bundle at {path}: {error.strerror}", hint="`tie assets create` or `tie assets demo` makes one"
+            f"no model bundle at {path}: {why}", hint="`tie assets create` or `tie assets demo` makes one"
         ) from error
     if len(data) > MAX_MANIFEST_BYTES:
         raise BundleError(f"{file}: too large for a manifest")

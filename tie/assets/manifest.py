@@ -16,7 +16,8 @@ TENSORS_FILE: Final = "tensors.json"
 # One path component that no shell, log line or archive tool reads as anything else. \Z: `$` would allow a newline.
 SAFE_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z"
 FileName = Annotated[str, msgspec.Meta(pattern=SAFE_NAME)]
-Identifier = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}\Z")]
+IDENTIFIER: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}\Z"
+Identifier = Annotated[str, msgspec.Meta(pattern=IDENTIFIER)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

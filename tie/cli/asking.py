@@ -8,38 +8,8 @@ from typing import Unpack
 
 from tie.assets.bundle import open_bundle
 from tie.cli import settings
-from tie.daemon.errors import ConfigError, PeerDiedError, PeerError, PeerTimeoutError, TieError
 from tie.device.client import Client
-from tie.device.errors import (
-    EnvelopeRefusedError,
-    NodeBusyError,
-    NodeFailedError,
-    RequestRefusedError,
-    UnreachableError,
-)
 from tie.device.request import Message, Options
-from tie.envelope.errors import EnvelopeError
-from tie.envelope.statement import StatementError
-
-# sysexits.h, so that scripts can tell "try again" from "never".
-_EXIT_CODES: tuple[tuple[type[TieError], int], ...] = (
-    (NodeBusyError, 75),  # EX_TEMPFAIL
-    (RequestRefusedError, 65),  # EX_DATAERR
-    (EnvelopeRefusedError, 76),  # EX_PROTOCOL
-    (StatementError, 76),
-    (EnvelopeError, 76),
-    (ConfigError, 78),  # EX_CONFIG
-    (UnreachableError, 69),  # EX_UNAVAILABLE
-    (PeerTimeoutError, 69),
-    (NodeFailedError, 70),  # EX_SOFTWARE
-    (PeerDiedError, 70),
-    (PeerError, 76),
-)
-
-
-def exit_code(error: TieError) -> int:
-    """What a command that failed this way exits with."""
-    return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1)
 
 
 @dataclass(frozen=True)
@@ -73,6 +43,16 @@ def target(run_dir: Path, url: str | None, statement_key: Path | None, model: st
     )
 
 
+def local_model(run_dir: Path) -> str:
+    """The id of the model that the node in `run_dir` serves.
+
+    Raises:
+        ConfigError: no node runs there.
+        BundleError: it has no bundle that can be read.
+    """
+    return open_bundle(Path(settings.load_running(run_dir).model.bundle)).manifest.model
+
+
 @dataclass(frozen=True)
 class Answer:
     """A whole answer.
@@ -85,6 +65,7 @@ class Answer:
         cached_tokens: of the prompt, reused from an earlier turn.
         first_s: seconds until its first text.
         total_s: seconds until its end.
+        pieces: in which its text came.
     """
 
     text: str
@@ -94,17 +75,18 @@ class Answer:
     cached_tokens: int
     first_s: float
     total_s: float
+    pieces: int
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed after the first token; 0 where there is nothing to measure."""
+        """Speed after the first token; 0 where there is nothing to measure, as in an answer that came in one piece."""
         seconds = self.total_s - self.first_s
-        return (self.completion_tokens - 1) / seconds if self.completion_tokens > 1 and seconds > 0 else 0.0
+        return (self.completion_tokens - 1) / seconds if self.pieces > 1 and seconds > 0 else 0.0
 
     def __str__(self) -> str:
         return (
-            f"first token after {self.first_s:.2f} s · {self.completion_tokens} tokens · "
-            f"{self.tokens_per_s:.1f} tokens/s"
+            f"first token after {self.first_s:.2f} s · {self.completion_tokens} tokens"
+            + (f" · {self.tokens_per_s:.1f} tokens/s" if self.tokens_per_s else "")
             + (f" · {self.cached_tokens} of {self.prompt_tokens} prompt tokens reused" if self.cached_tokens else "")
         )
 
@@ -124,10 +106,12 @@ def ask(
     """
     begun = time.monotonic()
     first: float | None = None
+    pieces = 0
     with client.chat(messages, model=model, **options) as answer:
         for delta in answer:
-            if delta.text and first is None:
-                first = time.monotonic()
+            if delta.text:
+                pieces += 1
+                first = first or time.monotonic()
             show(delta.text)
         result = answer.result()
     ended = time.monotonic()
@@ -139,4 +123,5 @@ def ask(
         cached_tokens=result.cached_tokens,
         first_s=(first or ended) - begun,
         total_s=ended - begun,
+        pieces=pieces,
     )

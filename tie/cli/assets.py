@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from tie.assets import bundle as bundles
-from tie.assets.manifest import MANIFEST_FILE
+from tie.assets.manifest import IDENTIFIER, MANIFEST_FILE
 from tie.cli import settings
 from tie.daemon.errors import BundleError
 
@@ -42,16 +43,28 @@ _DEMO_PROMPTS: Final = {
 }
 
 
+def _identifier(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """Checks an id before the weights are read, which takes a while."""
+    del ctx, param
+    if value and not re.match(IDENTIFIER, value):
+        raise click.BadParameter("up to 96 letters, digits, dots, dashes and underscores, the first a letter or digit")
+    return value
+
+
 @click.group()
 def assets() -> None:
-    """Make, check and show model bundles."""
+    """Make, check, show and activate model bundles."""
 
 
 @assets.command()
 @click.argument("source", type=click.Path(exists=True, path_type=Path))
 @click.argument("dest", type=click.Path(path_type=Path))
-@click.option("--model", metavar="ID", default="", help="Model id that requests name (default: from the source).")
-@click.option("--release", metavar="R", default="", help="Release (default: from the content's hashes).")
+@click.option(
+    "--model", metavar="ID", default="", callback=_identifier, help="Id that requests name (default: from the source)."
+)
+@click.option(
+    "--release", metavar="R", default="", callback=_identifier, help="Release (default: from the content's hashes)."
+)
 @click.option("--system-prompt", "prompts", metavar="NAME=FILE", multiple=True, help="Register a system prompt.")
 @click.option("--force", is_flag=True, help="Replace another bundle at DEST.")
 def create(source: Path, dest: Path, *, model: str, release: str, prompts: tuple[str, ...], force: bool) -> None:

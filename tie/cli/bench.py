@@ -21,6 +21,7 @@ from tie.cli import asking, bench_load, bench_report, settings
 from tie.cli.bench_load import Load, Run, Target
 from tie.cli.bench_prompts import Prompt, file_prompts, random_prompts
 from tie.cli.bench_report import Level
+from tie.cli.exits import exit_code
 from tie.cli.main import complain
 from tie.daemon.errors import ConfigError, TieError
 
@@ -84,7 +85,7 @@ class Measurement:
 @click.option("--prompt-tokens", type=click.IntRange(1), default=64, show_default=True, help="About, as random words.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Of each answer.")
 @click.option("--prompts", "file", type=click.Path(path_type=Path), help='JSONL: {"prompt": …} or {"messages": …}.')
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--natural-end", is_flag=True, help="Let answers end by themselves, not at --max-tokens.")
 @click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True, help="Uncounted requests per stream.")
 @click.option("--timeout", type=click.FloatRange(1), default=600.0, show_default=True, help="Seconds for one answer.")
@@ -123,7 +124,7 @@ def bench(
     piece: the figure is the pace of an answer, and no single token's delay. (The JSON report has the plain gaps too.)
 
     Ctrl-C ends a run early, with the figures so far. Exit codes: 0 every request was answered, 1 not every one, 130
-    interrupted, and those of `tie chat` when there is nothing to measure.
+    interrupted, and those that `tie --help` lists when there is nothing to measure.
     """
     measurement = Measurement(
         load=Load(requests, duration, max_tokens, temperature, seed, ignore_eos=not natural_end, timeout_s=timeout),
@@ -138,7 +139,7 @@ def bench(
         levels, interrupted = asyncio.run(_measure(target, measurement, concurrency))
     except TieError as error:
         complain(error)
-        return asking.exit_code(error)
+        return exit_code(error)
     options = {"target": kind, "prompt_tokens": prompt_tokens, "prompts": str(file) if file else None}
     told = {
         "version": __version__,

@@ -121,7 +121,8 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 def table(levels: Sequence[Level]) -> Table:
     """The figures for a person, on 80 columns."""
-    grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", caption="times in ms", caption_justify="left")
+    caption = "times in ms; not: unanswered; full: tokens/s while all streams were busy"
+    grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", caption=caption, caption_justify="left")
     for heading in ("streams", "ok", "not", "tokens/s", "full"):
         grid.add_column(heading, justify="right", no_wrap=True)
     for heading in ("first: p50", "p90", "p99", "token: p50", "p90", "p99"):

@@ -10,11 +10,12 @@ from typing import Any
 import click
 
 from tie.cli import asking, settings
+from tie.cli.exits import exit_code
 from tie.cli.main import complain
-from tie.daemon.errors import TieError, UserError
+from tie.daemon.errors import PeerDiedError, PeerTimeoutError, TieError, UserError
 from tie.device.client import Client
 from tie.device.conversations import Conversation
-from tie.device.errors import UnreachableError
+from tie.device.errors import NodeFailedError, UnreachableError
 from tie.device.request import Message, build
 
 _NOT_TEXT = "what is asked is not text in the terminal's encoding"
@@ -29,7 +30,7 @@ _HELP = "/new forgets the conversation, /exit ends it; Ctrl-C stops an answer."
 @click.option("--statement-key", type=click.Path(path_type=Path), help="The fleet's statement.pub [default: local].")
 @click.option("--model", help="Model id [default: the local node's].")
 @click.option("--system", help="A system message.")
-@click.option("--temperature", type=float, default=0.5, show_default=True, help="0 is greedy.")
+@click.option("--temperature", type=click.FloatRange(0, 2), default=0.5, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=float, default=0.9, show_default=True, help="Keep the likeliest tokens up to this share.")
 @click.option("--top-k", type=int, help="Keep this many tokens.")
 @click.option("--max-tokens", type=int, help="Longest answer.")
@@ -51,8 +52,8 @@ def chat(
 ) -> int:
     """Talk to the model: a conversation, or one answer to PROMPT or to standard input.
 
-    Exit codes: 65 the request is refused, 69 no node answers, 70 the node failed, 75 busy (try again), 76 the node or
-    its answer cannot be trusted.
+    Exit codes: 65 the request is refused or empty, 69 no node answers, 70 the node failed, 75 busy (try again), 76 the
+    node or its answer cannot be trusted, 78 no node runs here. `tie --help` lists all.
     """
     options = {name: value for name, value in sampling.items() if value not in (None, ())}
     history: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -68,7 +69,7 @@ def chat(
             conversation.loop()
     except TieError as error:
         _complain(error)
-        return asking.exit_code(error)
+        return exit_code(error)
     return 0
 
 
@@ -158,8 +159,22 @@ class _Conversation:
 
 def _complain(error: TieError) -> None:
     complain(error)
-    if isinstance(error, UnreachableError):
-        click.echo("     `tie up` starts a node on this machine; --url names another one", err=True)
+    if way_out := _way_out(error):
+        click.echo(f"     {way_out}", err=True)
+
+
+def _way_out(error: TieError) -> str:
+    """What to do about an error that has no hint of its own; empty where it has one, or nothing can be done."""
+    match error:
+        case UnreachableError(sent=True):
+            return "the node went away while the request was on its way: ask again once it is back (tie status)"
+        case UnreachableError():
+            return "`tie up` starts a node on this machine; --url names another one"
+        case PeerTimeoutError():
+            return "ask again when the node has less to do, or for less (--max-tokens)"
+        case NodeFailedError() | PeerDiedError():
+            return "ask again: the node mends itself in seconds (tie status), and what happened is in `tie events`"
+    return ""
 
 
 def _read_all() -> str:

@@ -12,7 +12,8 @@ import grpc.aio
 
 from tie.cli import settings
 from tie.daemon import rpc
-from tie.daemon.errors import PeerDiedError, PeerError, PeerTimeoutError, RefusedError
+from tie.daemon.errors import PeerError, PeerTimeoutError, RefusedError
+from tie.device.errors import UnreachableError
 from tie.proto import control_pb2, control_pb2_grpc, metrics_pb2_grpc
 
 CALL_S = 10.0
@@ -44,7 +45,7 @@ async def connected(run_dir: Path) -> AsyncIterator[Control]:
 
     Raises:
         ConfigError: no node runs there.
-        PeerDiedError: the controller does not answer, or ended.
+        UnreachableError: the controller does not answer, or ended.
         PeerTimeoutError: a call's deadline passed.
         RefusedError: it refused.
     """
@@ -53,7 +54,7 @@ async def connected(run_dir: Path) -> AsyncIterator[Control]:
         try:
             await rpc.wait_ready(channel, _CONNECT_S)
         except TimeoutError:
-            raise PeerDiedError(f"no controller answers in {run_dir}: is `tie up` still running?") from None
+            raise UnreachableError(f"no controller answers in {run_dir}: is `tie up` still running?") from None
         try:
             yield Control(channel)
         except grpc.aio.AioRpcError as error:
@@ -82,7 +83,7 @@ async def reach(connection: Control, state: "control_pb2.State.ValueType", timeo
 def _translate(error: grpc.aio.AioRpcError) -> PeerError | RefusedError:
     code = error.code()
     if code is grpc.StatusCode.UNAVAILABLE:
-        return PeerDiedError("the controller ended or does not answer")
+        return UnreachableError("the controller ended or does not answer")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return PeerTimeoutError("the controller did not answer in time")
     return RefusedError(f"the controller refused: {error.details() or code.name.lower()}")

@@ -135,7 +135,7 @@ def _turn(client: Client, model: str, history: list[Message], question: str, con
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
-    console.print("\n")
+    console.print(f" [dim]… (cut at {_ANSWER_TOKENS} tokens)[/]\n" if answer.finish == "length" else "\n")
     if not answer.text.strip():
         raise DemoError("the answer is empty")
     history.append({"role": "assistant", "content": answer.text})

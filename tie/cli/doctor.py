@@ -39,5 +39,5 @@ def doctor(run_dir: Path, host: str, port: int, *, as_json: bool) -> int:
     if missing:
         console.print(f"\n{missing} missing: a node does not run here until that is mended")
     else:
-        console.print(f"\na node runs here{f' ({notes} notes)' if notes else ''}")
+        console.print(f"\na node can run here{f' ({notes} notes)' if notes else ''}")
     return 1 if missing else 0

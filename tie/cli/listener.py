@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from tie.cli.process import Child, OnLine
-from tie.daemon import socket_path
+from tie.daemon import ahead, socket_path
 from tie.daemon.errors import TieError
 from tie.daemon.socket_path import identity
 
 _BACKLOG = 128
 _HEAL_S = 1.0
-# A step of the engine serves everybody at once, a process of a request one: it stands back, from its start on. With
-# systemd it is the weight of tie-app.slice that says so.
-_NICENESS = 10
+# A step of the engine serves everybody at once, a process that is started ahead of need nobody yet: it stands back. One
+# that a user waits for does not, or on a machine that others use as well the user would wait behind all of them. With
+# systemd it is the weight of tie-app.slice that says how much these processes are worth.
+_NICENESS_AHEAD = 10
 
 
 class Listener:
@@ -127,7 +128,7 @@ class Listener:
                     environment=self._environment,
                     on_line=self._on_line(name),
                     connection=connection.fileno(),
-                    niceness=_NICENESS,
+                    niceness=_NICENESS_AHEAD if ahead.is_ahead(connection) else 0,
                 )
             except OSError:
                 self._on_refused(self.name)  # no process to be had

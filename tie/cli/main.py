@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from tie import __version__
-from tie.daemon.errors import TieError, UserError
+from tie.cli.exits import MEANINGS, exit_code
+from tie.daemon.errors import ConfigError, TieError, UserError
 
 # Command → where it is, and what `tie --help` says of it (so that the module need not be imported for that).
 _COMMANDS = {
@@ -21,13 +22,13 @@ _COMMANDS = {
     "gpu": ("tie.cli.gpu:gpu", "Show each GPU: verdict, reasons, telemetry."),
     "recycle": ("tie.cli.operate:recycle", "Replace the runtime by a fresh one."),
     "maintenance": ("tie.cli.operate:maintenance", "Take the node out of service, or back in."),
-    "metrics": ("tie.cli.operate:metrics", "Print the metrics of all daemons."),
+    "metrics": ("tie.cli.operate:metrics", "Print the metrics of the node's daemons."),
     "proxy": ("tie.cli.proxy:proxy", "Serve OpenAI's API on this machine."),
     "bench": ("tie.cli.bench:bench", "Measure how fast a node answers."),
     "install": ("tie.cli.install.command:install", "Put a node on this machine, run by systemd."),
     "uninstall": ("tie.cli.install.command:uninstall", "Take it away again."),
     "doctor": ("tie.cli.doctor:doctor", "Say what this machine lacks and how to get it."),
-    "assets": ("tie.cli.assets:assets", "Make and check model bundles."),
+    "assets": ("tie.cli.assets:assets", "Make, check and activate model bundles."),
     "demo": ("tie.cli.demo:demo", "Start a node, ask, recycle, ask again, stop."),
 }
 
@@ -49,7 +50,7 @@ class _LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] in ("tie", "controllerd", "kvxfer"):
                 raise
-            raise UserError(
+            raise ConfigError(
                 f"`tie {cmd_name}` needs the Python package {error.name!r}, which is not installed",
                 hint="it runs where the node's packages are: ./run setup, or the extra `node`",
             ) from error
@@ -61,6 +62,8 @@ class _LazyGroup(click.Group):
         del ctx
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), meaning) for code, meaning in MEANINGS.items()])
 
 
 @click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -83,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except TieError as error:
         complain(error)
-        sys.exit(1)
+        sys.exit(exit_code(error))
     except BrokenPipeError:
         # The reader of our output left (`tie status | head`): not our error, and nothing more can be said.
         sys.stderr.close()

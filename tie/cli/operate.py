@@ -106,7 +106,11 @@ def maintenance(run_dir: Path, switch: str, reason: str) -> int:
 @click.command()
 @control.run_dir_option
 def metrics(run_dir: Path) -> int:
-    """Print the metrics of all daemons as Prometheus text."""
+    """Print the node's metrics as Prometheus text.
+
+    Those of the controller, CloudBoard, the status probe, gpuhealthd, the model owner and the cache store, each with
+    its label `daemon`. The key protection service is in nobody's reach but the job helpers', and not among them.
+    """
 
     async def action() -> int:
         async with control.connected(run_dir) as connection:

@@ -13,34 +13,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
+
 import tie
 from tie.cli import settings
 from tie.cli.console import Console
+from tie.cli.leavings import clear
 from tie.daemon import config as node_config
 from tie.daemon.config import NodeConfig
 from tie.daemon.errors import ConfigError, TieError
+from tie.daemon.sockets import Sockets
 
 
 @contextmanager
 def prepared(directory: Path) -> Iterator[None]:
-    """Makes the run directory and holds it for this process.
+    """Makes the run directory and holds it for this process; takes away at the end what nobody may use after that.
 
     Raises:
         ConfigError: it cannot be made, belongs to somebody else, or another node runs in it.
     """
     made = _missing(directory)
+    held = False
     try:
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
-        status = directory.stat()
+        _check_owner(directory)
+        killed = (directory / settings.UP_LOCK).exists()  # else the last one took it away, or runs
+        keys = killed or not Sockets(directory).binding_key.parent.exists()
         lock = os.open(directory / settings.UP_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         hint = "name another one with --run-dir"
         raise ConfigError(f"cannot use {directory}: {error.strerror}", hint=hint) from error
     try:
-        if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
-            raise ConfigError(
-                f"{directory} belongs to somebody else or is open to all", hint="choose another --run-dir"
-            )
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -50,18 +53,37 @@ def prepared(directory: Path) -> Iterator[None]:
                 f"a node already runs in {directory} (`tie up`, process {owner})",
                 hint="stop it, or give this one its own --run-dir and --port",
             ) from None
+        if not os.fstat(lock).st_nlink:
+            raise ConfigError(f"another node has just stopped in {directory}", hint="try again")
+        held = True
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         yield
     except TieError:
-        if made:  # by us, and the lock is ours: what was refused leaves no empty folder
-            (directory / settings.UP_LOCK).unlink(missing_ok=True)
-        for folder in made:
+        if held:
+            _clear(directory, keys=keys)
+            held = False
+        for folder in made:  # by us: what was refused leaves no empty folder
             with contextlib.suppress(OSError):  # not empty: it got further than that, or somebody uses it
                 folder.rmdir()
         raise
     finally:
+        if held:
+            _clear(directory, keys=keys)
         os.close(lock)
+
+
+def _clear(directory: Path, *, keys: bool) -> None:
+    """Leaves nothing that could be used, the lock last: whoever comes finds it held, or all of it gone."""
+    for place in clear(directory, keys=keys):
+        click.echo(f"tie: {place} could not be removed", err=True)
+    (directory / settings.UP_LOCK).unlink(missing_ok=True)
+
+
+def _check_owner(directory: Path) -> None:
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"{directory} belongs to somebody else or is open to all", hint="choose another --run-dir")
 
 
 def _missing(directory: Path) -> list[Path]:
@@ -69,16 +91,15 @@ def _missing(directory: Path) -> list[Path]:
     return [folder for folder in (directory, *directory.parents) if not folder.exists()]
 
 
-def with_bundle(config: NodeConfig, bundle: Path | None, console: Console) -> NodeConfig:
-    """The configuration with an absolute bundle: the named one, the configured one, or the demo model's.
+def with_bundle(config: NodeConfig, console: Console) -> NodeConfig:
+    """The configuration with an absolute bundle: the configured one, or the demo model's.
 
     Raises:
         BundleError: there is no such bundle.
     """
     from tie.assets import active  # needs the node's packages, which `tie up --help` does not
 
-    if bundle is None and config.model.bundle:
-        bundle = Path(config.model.bundle)
+    bundle = Path(config.model.bundle) if config.model.bundle else None
     if bundle is None:
         from tie.cli.assets import demo_bundle
 

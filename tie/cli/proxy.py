@@ -13,6 +13,7 @@ from tie.daemon.hardening import protect_process
 from tie.device.async_client import AsyncClient
 from tie.device.proxy.access import LOOPBACK, Access
 from tie.device.proxy.handler import Settings
+from tie.device.proxy.models import Models
 from tie.device.proxy.service import serve
 from tie.device.turns import Turns
 from tie.http.listening import listen
@@ -21,7 +22,13 @@ _MIN_KEY_BYTES = 16
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--run-dir", type=click.Path(path_type=Path), default=settings.default_run_dir, help="The node's.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    default=settings.default_run_dir,
+    show_default="$TIE_RUN_DIR or /run/tie",
+    help="The node's.",
+)
 @click.option("--url", "urls", multiple=True, help="A node's ingress; may be repeated [default: the local node's].")
 @click.option("--statement-key", type=click.Path(path_type=Path), help="The fleet's statement.pub [default: local].")
 @click.option("--model", "models", multiple=True, help="Model id; may be repeated [default: the local node's].")
@@ -53,8 +60,9 @@ def proxy(
         raise ConfigError(
             f"{host} is not this machine's own address: whoever reaches it could ask", hint="add --api-key-file"
         )
+    named = models or (target.model,)
     chosen = Settings(
-        models=models or (target.model,),
+        models=Models(named, None if models else lambda: (asking.local_model(run_dir),)),
         access=access,
         gather_s=gather_ms / 1000,
         turns=Turns() if turn_keys else None,
@@ -63,7 +71,7 @@ def proxy(
     with listen(host, port, hint="choose another one: tie proxy --port 9444") as listening:
         protect_process()  # what is asked and answered is in its memory
         name = f"[{host}]" if ":" in host else host
-        click.echo(f"OpenAI's API is on http://{name}:{listening.getsockname()[1]}/v1 for {', '.join(chosen.models)}")
+        click.echo(f"OpenAI's API is on http://{name}:{listening.getsockname()[1]}/v1 for {', '.join(named)}")
         asyncio.run(_serve(client, chosen, listening))
     return 0
 

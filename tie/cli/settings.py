@@ -91,8 +91,9 @@ def effective(
         values: overrides by dotted name with `__` for the dot; None is no override.
 
     Raises:
-        ConfigError: a name or a value is wrong.
+        ConfigError: a name or a value is wrong, or one is given by both.
     """
+    named = {name.replace("__", ".") for name, value in values.items() if value is not None}
     fallback = NodeConfig().run_dir if run_dir_unless_named is None else str(run_dir_unless_named)
     tree = _tree(node_config.load(base, run_dir=fallback) if base else NodeConfig(run_dir=fallback))
     for override in overrides:
@@ -101,6 +102,8 @@ def effective(
             raise ConfigError(
                 f"--set {override}: needs key=value", hint="for example controller.recycle_interval_s=600"
             )
+        if name.strip() in named:
+            raise ConfigError(f"{name.strip()} is given twice: by --set and by an option of its own", hint="give one")
         _put(tree, name.strip(), _toml_value(text.strip()))
     return _checked(tree, values)
 
@@ -124,9 +127,12 @@ def _checked(tree: dict[str, Any], values: dict[str, Any]) -> NodeConfig:
         if value is not None:
             _put(tree, name.replace("__", "."), value)
     try:
-        return msgspec.convert(tree, NodeConfig, strict=True)
+        config = msgspec.convert(tree, NodeConfig, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}", hint="docs/configuration.md lists every key") from None
+    if problem := node_config.contradiction(config):
+        raise ConfigError(f"configuration: {problem}", hint="docs/configuration.md says what goes together")
+    return config
 
 
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:

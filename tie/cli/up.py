@@ -68,18 +68,24 @@ def up(
 ) -> int:
     """Run a whole node in this terminal, until Ctrl-C.
 
-    Starts every daemon, gives each request its own processes, starts again what ends. Nothing outlives this command.
+    Starts every daemon, gives each request its own processes, starts again what ends. No process, key or socket
+    outlives this command.
     """
     console = Console(quiet=quiet, json_logs=json_logs)
     chosen = None if run_dir is None else str(run_dir)
     config = settings.effective(
-        base, overrides, run_dir_unless_named=settings.default_run_dir(), run_dir=chosen, cloudboard__port=port
+        base,
+        overrides,
+        run_dir_unless_named=settings.default_run_dir(),
+        run_dir=chosen,
+        cloudboard__port=port,
+        model__bundle=None if bundle is None else str(bundle),
     )
     directory = Path(config.run_dir).absolute()
     config = settings.replace(config, run_dir=str(directory))
     with prepare.prepared(directory):
         prepare.check(config)
-        config = prepare.with_bundle(config, bundle, console)
+        config = prepare.with_bundle(config, console)
         prepare.write_configuration(config)
         prepare.compile_packages()
         return asyncio.run(_Node(config, console).run(parent))

@@ -22,7 +22,7 @@ from tie.cloudboard.relay import (
     read_ingress,
     relay,
 )
-from tie.daemon import log, rpc, service
+from tie.daemon import ahead, log, rpc, service
 from tie.daemon.activation import accepted_connection
 from tie.daemon.config import NodeConfig
 from tie.daemon.errors import PeerDiedError, PeerError, ProtocolError
@@ -46,8 +46,17 @@ _OUTCOMES: Final = {
 class Job:
     """One request, from an app's `ready` to the end of its answer."""
 
-    def __init__(self, config: NodeConfig, binding: sealing.PrivateKey, ingress: Link, kps: grpc.aio.Channel) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        binding: sealing.PrivateKey,
+        ingress: Link,
+        kps: grpc.aio.Channel,
+        *,
+        standby: bool = False,
+    ) -> None:
         self._config = config
+        self._standby = standby
         self._binding = binding
         self._ingress = ingress
         self._kps: kps_pb2_grpc.KeyProtectionAsyncStub = kps_pb2_grpc.KeyProtectionStub(kps)
@@ -101,7 +110,7 @@ class Job:
         link = None
         try:
             async with asyncio.timeout(APP_READY_S):
-                link = Link(*await asyncio.open_unix_connection(self._config.sockets.app))
+                link = Link(*await ahead.connect(self._config.sockets.app, ahead=self._standby))
             kind, _ = await read_app(self._config.app, link, APP_READY_S)
         except (PeerError, OSError) as error:
             log.failure("job.no-app", error)
@@ -182,11 +191,13 @@ async def serve(config: NodeConfig, lifetime: service.Lifetime) -> None:
         ConfigError: there is no such connection, or no binding key.
     """
     connection = accepted_connection()
+    standby = ahead.is_ahead(connection)  # then so is its app
     ingress = Link(*await asyncio.open_unix_connection(sock=connection))
     try:
         async with rpc.connect(config.sockets.kps) as kps:
             kps.get_state(try_to_connect=True)  # the handshake is over before the request comes
-            job = asyncio.create_task(Job(config, keys.read_binding_key(config), ingress, kps).run())
+            binding = keys.read_binding_key(config)
+            job = asyncio.create_task(Job(config, binding, ingress, kps, standby=standby).run())
             stop = asyncio.create_task(lifetime.stopping.wait())
             try:
                 await asyncio.wait({job, stop}, return_when=asyncio.FIRST_COMPLETED)

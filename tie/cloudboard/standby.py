@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from tie.cloudboard.registry import Registry
-from tie.daemon import frames, log
+from tie.daemon import ahead, frames, log
 from tie.daemon.errors import PeerError
 from tie.envelope.stream import Direction
 from tie.proto import envelope_pb2
@@ -32,15 +32,19 @@ class Jobhelper:
         self._watch: asyncio.Task[bytes] | None = None
 
     @classmethod
-    async def connect(cls, path: Path) -> "Jobhelper":
+    async def connect(cls, path: Path, *, standby: bool) -> "Jobhelper":
         """Starts one by connecting, and waits until it is ready.
+
+        Args:
+            path: of the jobhelpers' socket.
+            standby: nobody waits for it yet, so that it may stand back while it starts.
 
         Raises:
             NoJobhelperError: it ended, said otherwise, or took too long.
         """
         try:
             async with asyncio.timeout(READY_S):
-                jobhelper = cls(*await asyncio.open_unix_connection(path))
+                jobhelper = cls(*await ahead.connect(path, ahead=standby))
         except (OSError, TimeoutError) as error:
             raise NoJobhelperError("cannot connect to a jobhelper") from error
         try:
@@ -130,8 +134,8 @@ class StandbyPool:
         return await self.new()
 
     async def new(self) -> Jobhelper:
-        """A new jobhelper. Raises as `take`."""
-        return await Jobhelper.connect(self._path)
+        """A new jobhelper for a user who waits. Raises as `take`."""
+        return await Jobhelper.connect(self._path, standby=False)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -159,7 +163,7 @@ class StandbyPool:
                     await asyncio.sleep(_BREATH_S)
                 continue
             try:
-                jobhelper = await self.new()
+                jobhelper = await Jobhelper.connect(self._path, standby=True)
             except NoJobhelperError as error:
                 log.failure("standby.failed", error)
                 await asyncio.sleep(pause)

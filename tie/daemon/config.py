@@ -195,16 +195,23 @@ def load(path: Path, *, run_dir: str | None = None) -> NodeConfig:
         config = msgspec.convert(tree if run_dir is None else {"run_dir": run_dir, **tree}, NodeConfig, str_keys=True)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path}: {error}", hint="docs/configuration.md lists every key") from error
-    buckets = config.app.buckets
-    if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 32:
-        raise ConfigError(f"{path}: app.buckets must be ascending sizes of at least 32 bytes")
-    if not SMALLEST_TOP_BUCKET <= buckets[-1] <= LARGEST_BUCKET:
-        raise ConfigError(f"{path}: the last of app.buckets must be {SMALLEST_TOP_BUCKET} to {LARGEST_BUCKET} bytes")
-    if config.runtime.executor == "cuda" and config.runtime.dtype != "bf16":
-        raise ConfigError(f"{path}: runtime.executor cuda computes in bf16", hint='runtime.dtype = "bf16"')
-    if config.store.max_entry_bytes > config.store.capacity_bytes:
-        raise ConfigError(f"{path}: store.max_entry_bytes must not exceed store.capacity_bytes")
+    if problem := contradiction(config):
+        raise ConfigError(f"{path}: {problem}", hint="docs/configuration.md says what goes together")
     return config
+
+
+def contradiction(config: NodeConfig) -> str:
+    """What does not go together in a configuration, though each value alone may be; empty when nothing is amiss."""
+    app, runtime, store = config.app, config.runtime, config.store
+    if not app.buckets or list(app.buckets) != sorted(set(app.buckets)) or app.buckets[0] < 32:
+        return "app.buckets must be ascending sizes of at least 32 bytes"
+    if not SMALLEST_TOP_BUCKET <= app.buckets[-1] <= LARGEST_BUCKET:
+        return f"the last of app.buckets must be {SMALLEST_TOP_BUCKET} to {LARGEST_BUCKET} bytes"
+    if store.max_entry_bytes > store.capacity_bytes:
+        return "store.max_entry_bytes must not exceed store.capacity_bytes"
+    if runtime.executor == "cuda" and runtime.dtype != "bf16":
+        return 'runtime.executor cuda computes in bf16: set runtime.dtype = "bf16"'
+    return ""
 
 
 def dump(config: NodeConfig) -> bytes:

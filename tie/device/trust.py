@@ -1,5 +1,6 @@
 """Which statement key a device believes: a pinned one or, only when told so, the first one that it is given."""
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Final
@@ -34,6 +35,7 @@ class Trust:
                 hint="give the fleet's statement.pub (a file or 32 bytes), or say trust_on_first_use=True",
             )
         self.pinned = None if statement_key is None else _read(statement_key)
+        self._file = None if statement_key is None or isinstance(statement_key, bytes) else Path(statement_key)
 
     @staticmethod
     def holds(key: NodeKey) -> bool:
@@ -53,6 +55,9 @@ class Trust:
     def verify(self, received: bytes) -> NodeKey:
         """The key that a statement vouches for.
 
+        What is trusted is what the key's file says, if it is one: it is read again where the statement does not verify,
+        for a node on this machine makes its keys anew when it starts.
+
         Raises:
             StatementError: it is not to be believed.
             UnreachableError: it is no statement.
@@ -61,7 +66,20 @@ class Trust:
             message = parse(received, kps_pb2.KeyStatement)
         except ProtocolError:
             raise UnreachableError("the address answers, but not as a node's ingress") from None
+        try:
+            return statement.verify(message, self.pinned or b"", now=time.time())
+        except statement.StatementError:
+            if not self._renewed():
+                raise
         return statement.verify(message, self.pinned or b"", now=time.time())
+
+    def _renewed(self) -> bool:
+        """Whether the key's file has another key by now, which then is pinned."""
+        before = self.pinned
+        if self._file is not None:
+            with contextlib.suppress(ConfigError):  # gone, or just being written
+                self.pinned = _read(self._file)
+        return self.pinned != before
 
 
 def _read(source: bytes | str | Path) -> bytes:

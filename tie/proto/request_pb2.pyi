@@ -270,7 +270,7 @@ class Sampling(_message.Message):
     BAD_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0: greedy"""
+    """0 (greedy) to 2"""
     top_k: _builtins.int
     top_p: _builtins.float
     min_p: _builtins.float

@@ -114,6 +114,7 @@ async def test_metrics_of_all_daemons_are_served_together(node: Any) -> None:
     }
     assert samples["afm_steps_total", (("daemon", "probe"),)] == 7
     assert samples["tie_peer_up", (("daemon", "probe"),)] == 1
+    assert samples["tie_peer_up", (("daemon", "cloudboard"),)] == 1
     assert samples["tie_peer_up", (("daemon", "owner"),)] == 0
     assert samples["tie_peer_up", (("daemon", "gpuhealthd"),)] == 0
     assert ("tie_node_state", (("state", "available"),)) in samples

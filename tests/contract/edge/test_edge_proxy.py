@@ -15,6 +15,7 @@ from edge_requests import DEADLINE_S, HELLO, proxied
 from tie.device import AsyncClient
 from tie.device.proxy.access import Access
 from tie.device.proxy.handler import MAX_BODY_BYTES
+from tie.device.proxy.models import Models
 from tie.device.turns import Turns
 from tie.proto import app_pb2, cloudboard_pb2
 
@@ -308,6 +309,36 @@ async def test_who_may_ask(edge) -> None:
         simple = await api.raw("POST", "/v1/chat/completions", content=b"{}", headers=headers)
         assert (simple.status_code, simple.json()["error"]["code"]) == (415, "bad_type")
     assert edge.served == []
+
+
+async def test_a_node_that_is_given_another_model(edge) -> None:
+    """Its name is learned when somebody asks for it, and when the node says that the old one is none of its own."""
+    served = ["m"]
+    models = Models(("m",), lambda: (served[-1],), interval_s=3600.0)
+    async with proxy_of(edge, models=models) as api:
+        edge.behaviour = says("an answer")
+        assert (await api.chat()).choices[0].message.content == "an answer"
+        served.append("n")
+        listed = await api.raw("GET", "/v1/models")
+        assert [model["id"] for model in listed.json()["data"]] == ["m"]  # nothing has said otherwise yet
+        edge.behaviour = says(status=app_pb2.STATUS_UNKNOWN_MODEL, detail="model: this node serves n")
+        refused = await api.raw("POST", "/v1/chat/completions", json=CHAT)
+        assert refused.status_code == 404
+        assert refused.json()["error"]["message"] == "the model 'm' is not served here; there is: n"
+        listed = await api.raw("GET", "/v1/models")
+        assert [model["id"] for model in listed.json()["data"]] == ["n"]
+        served.append("o")
+        edge.behaviour = says("another")
+        asked = await api.raw("POST", "/v1/chat/completions", json={**CHAT, "model": "o"})
+        assert asked.json()["choices"][0]["message"]["content"] == "another"
+
+
+async def test_models_that_the_user_named_stay(edge, api) -> None:
+    edge.behaviour = says(status=app_pb2.STATUS_UNKNOWN_MODEL, detail="model: this node serves n")
+    refused = await api.raw("POST", "/v1/chat/completions", json=CHAT)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    assert "this node serves n" in refused.json()["error"]["message"]
+    assert (await api.raw("GET", "/v1/models")).json()["data"][0]["id"] == "m"
 
 
 async def test_paths_methods_and_sizes(api) -> None:

@@ -53,7 +53,7 @@ def test_what_is_asked_for_goes_on():
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("temperature", [-0.1, math.nan, math.inf, 101.0]),
+        ("temperature", [-0.1, math.nan, math.inf, 2.5]),
         ("top_k", [-1]),
         ("top_p", [0.0, -0.5, 1.5, math.nan]),
         ("min_p", [-0.5, 1.5, math.nan]),

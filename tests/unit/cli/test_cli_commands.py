@@ -12,10 +12,19 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from tie.cli import asking, control, main, operate
+from tie.cli import control, exits, main, operate
 from tie.cli.chat import chat
 from tie.cli.doctor import doctor
-from tie.daemon.errors import ConfigError, PeerDiedError, PeerError, PeerTimeoutError, TieError, UserError
+from tie.daemon.errors import (
+    BundleError,
+    ConfigError,
+    PeerDiedError,
+    PeerError,
+    PeerTimeoutError,
+    RefusedError,
+    TieError,
+    UserError,
+)
 from tie.device.errors import (
     EnvelopeRefusedError,
     NodeBusyError,
@@ -36,6 +45,12 @@ def tie(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str
         capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
         env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", **environment},
     )  # fmt: skip
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def test_help_names_every_command_and_loads_none():
@@ -61,10 +76,12 @@ def test_an_unknown_command_is_a_usage_error():
     assert tie("frobnicate").returncode == 2
 
 
-@pytest.mark.parametrize("command", [["status"], ["events"], ["gpu"], ["recycle"], ["maintenance", "on"], ["metrics"]])
+@pytest.mark.parametrize(
+    "command", [["status"], ["events"], ["gpu"], ["recycle"], ["maintenance", "on"], ["metrics"], ["proxy"]]
+)
 def test_without_a_node_the_operators_commands_say_so(command, tmp_path):
     done = tie(*command, TIE_RUN_DIR=str(tmp_path))
-    assert done.returncode == 1
+    assert done.returncode == 78
     assert "no node runs in" in done.stderr
     assert "tie up" in done.stderr
     assert "Traceback" not in done.stderr
@@ -74,7 +91,7 @@ def test_a_node_whose_port_is_taken_is_refused_and_leaves_nothing(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = tie("up", "--run-dir", str(tmp_path / "run"), "--port", port, TIE_CACHE_DIR=str(tmp_path / "cache"))
-    assert done.returncode == 1
+    assert done.returncode == 78
     assert f"127.0.0.1:{port} is in use" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -133,7 +150,7 @@ def test_chat_says_what_no_request_can_hold(tmp_path, arguments, complaint):
     key = tmp_path / "statement.pub"
     key.write_bytes(bytes(32))
     done = tie("chat", "--url", "http://127.0.0.1:9", "--statement-key", str(key), "--model", "m", *arguments)
-    assert done.returncode == 1
+    assert done.returncode == 65
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -147,14 +164,14 @@ def test_chat_takes_no_bytes_that_are_no_text(tmp_path, locale):
         [*command, "--statement-key", str(key)], input=b"caf\xe9 \xff", env={**os.environ, "LC_ALL": locale},
         capture_output=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 65
     assert b"not text" in done.stderr
     assert b"Traceback" not in done.stderr
 
 
 def test_a_run_directory_that_no_path_can_be_is_named():
     done = tie("status", "--run-dir", "/tmp/" + "x" * 300)
-    assert done.returncode == 1
+    assert done.returncode == 78
     assert "File name too long" in done.stderr
     assert "--run-dir" in done.stderr
     assert "Traceback" not in done.stderr
@@ -174,18 +191,96 @@ def test_a_run_directory_that_no_path_can_be_is_named():
         (PeerDiedError("x"), 70),
         (PeerError("x"), 76),
         (ConfigError("x"), 78),
+        (BundleError("x"), 78),
+        (RefusedError("x"), 1),
+        (UserError("x"), 65),
         (TieError("x"), 1),
     ],
 )
 def test_scripts_can_tell_errors_apart(error, code):
-    assert asking.exit_code(error) == code
+    assert exits.exit_code(error) == code
+
+
+def test_every_exit_code_is_told_in_the_help_and_in_the_readme():
+    readme = (Path(main.__file__).parents[2] / "README.md").read_text()
+    help_text = " ".join(tie("--help").stdout.split())
+    for code, meaning in exits.MEANINGS.items():
+        assert f"| {code} | {meaning} |" in readme
+        assert f" {code} {meaning} " in f" {help_text} "
+
+
+def test_a_controller_that_nobody_hears_of_is_unavailable(tmp_path):
+    (tmp_path / "node.toml").write_text(f'run_dir = "{tmp_path}"\n')
+    done = tie("events", "--run-dir", str(tmp_path))
+    assert done.returncode == 69
+    assert "no controller answers" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--set", "controller.nope=1"], "controller.nope"),
+        (["--set", "controller.heartbeat_s=-1"], "heartbeat_s"),
+        (["--config", "bad.toml"], "bad.toml"),
+        (["--bundle", "none"], "no model bundle"),
+    ],
+)
+def test_a_configuration_that_cannot_be_has_one_exit_code(tmp_path, arguments, complaint):
+    (tmp_path / "bad.toml").write_text("no toml at all")
+    arguments = [str(tmp_path / each) if each in {"bad.toml", "none"} else each for each in arguments]
+    done = tie("up", "--run-dir", str(tmp_path / "run"), "--port", str(free_port()), *arguments)
+    assert done.returncode == 78
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnreachableError("x"),
+        UnreachableError("x", sent=True),
+        PeerTimeoutError("x"),
+        NodeFailedError("x", status="s"),
+        PeerDiedError("x"),
+    ],
+)
+def test_an_error_that_a_chat_ends_with_says_what_to_do(error, tmp_path, monkeypatch, capsys):
+    (tmp_path / "statement.pub").write_bytes(bytes(32))
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("tie.cli.asking.ask", fail)
+    options = ["--url", "http://127.0.0.1:9", "--statement-key", str(tmp_path / "statement.pub"), "--model", "m", "Hi"]
+    assert chat.main(options, standalone_mode=False) == exits.exit_code(error)
+    message, hint = capsys.readouterr().err.splitlines()
+    assert message == "tie: x"
+    assert "`" in hint or "(" in hint
+
+
+@pytest.mark.parametrize("temperature", ["9", "-1", "hot"])
+def test_a_temperature_that_cannot_be_is_a_usage_error(temperature):
+    done = tie("chat", "--temperature", temperature, "Hello")
+    assert done.returncode == 2
+    assert "--temperature" in done.stderr
+
+
+def test_an_id_that_cannot_be_is_told_before_anything_is_read(tmp_path):
+    done = tie("assets", "create", str(tmp_path), str(tmp_path / "bundle"), "--model", "a model")
+    assert done.returncode == 2
+    assert "letters, digits" in done.stderr
+
+
+def test_a_folder_that_is_no_bundle_is_told_from_one_that_is_not_there(tmp_path):
+    assert "no manifest.json in it" in tie("assets", "show", str(tmp_path)).stderr
+    assert "No such file" in tie("assets", "show", str(tmp_path / "none")).stderr
 
 
 def test_a_missing_package_is_named():
     # In a process of its own: here grpc has been imported long ago.
     program = "import sys; sys.modules['grpc'] = None; from tie.cli import main; main.main(['status'])"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
-    assert ended.returncode == 1
+    assert ended.returncode == 78
     assert "'grpc'" in ended.stderr
 
 
@@ -197,25 +292,25 @@ def test_an_expected_error_shows_its_hint(capsys):
 def test_up_refuses_a_directory_that_is_open_to_all(tmp_path):
     tmp_path.chmod(0o777)
     done = tie("up", "--run-dir", str(tmp_path))
-    assert done.returncode == 1
+    assert done.returncode == 78
     assert "open to all" in done.stderr
 
 
 def test_up_refuses_a_path_that_sockets_cannot_have(tmp_path):
     deep = tmp_path / ("x" * 100)
     done = tie("up", "--run-dir", str(deep), "--bundle", str(tmp_path / "none"))
-    assert done.returncode == 1
+    assert done.returncode == 78
     assert "none" in done.stderr or "too long" in done.stderr
 
 
 def test_a_refused_up_leaves_no_directory_behind(tmp_path):
     (tmp_path / "no-bundle").mkdir()
     result = tie("up", "--run-dir", str(tmp_path / "new" / "run"), "--bundle", str(tmp_path / "no-bundle"))
-    assert result.returncode == 1
+    assert result.returncode == 78
     assert not (tmp_path / "new").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "kept").touch()
-    assert tie("up", "--run-dir", str(tmp_path / "mine"), "--bundle", str(tmp_path / "no-bundle")).returncode == 1
+    assert tie("up", "--run-dir", str(tmp_path / "mine"), "--bundle", str(tmp_path / "no-bundle")).returncode == 78
     assert (tmp_path / "mine" / "kept").exists()
 
 
@@ -226,12 +321,12 @@ def test_up_takes_the_run_directory_of_its_configuration(tmp_path):
     path = tmp_path / "node.toml"
     path.write_text(f'run_dir = "{chosen}"\n')
     done = tie("up", "--config", str(path))
-    assert (done.returncode, str(chosen) in done.stderr) == (1, True)
+    assert (done.returncode, str(chosen) in done.stderr) == (78, True)
 
 
 def test_up_refuses_a_setting_that_does_not_exist(tmp_path):
     done = tie("up", "--run-dir", str(tmp_path), "--set", "runtime.colour=red")
-    assert done.returncode == 1
+    assert done.returncode == 78
     assert "runtime.colour" in done.stderr
 
 

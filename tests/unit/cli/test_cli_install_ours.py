@@ -4,6 +4,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from tie.cli import settings
 from tie.cli.install import distributions, files, ours, removal
 from tie.cli.install.machine import COMMAND, CONFIG, PREFIX, RUN, STATE, TREES, UNITS, Machine
 from tie.cli.install.steps import Link, WriteFiles, carry_out
@@ -41,7 +42,7 @@ def wanted() -> dict[PurePosixPath, bytes]:
 
 def uninstall(machine: Machine, *, purge: bool = False) -> list[str]:
     """Removes everything that is ours; what is said of it."""
-    steps = [step for step in removal.steps(machine, purge=purge) if "does not start" not in step.says]
+    steps = [step for step in removal.steps(machine, purge=purge) if "not start with" not in step.says]
     for step in steps:
         step.do()
     return [step.says for step in steps]
@@ -94,12 +95,31 @@ def test_a_step_never_makes_a_link_of_a_file(machine):
 def test_an_uninstallation_leaves_what_was_changed_and_says_so(installed):
     path = put(installed, UNIT, "changed")
     assert removal.kept(installed, purge=False) == [UNIT]
-    assert f"{len(wanted()) - 1} files of systemd" in uninstall(installed)
+    assert f"remove {len(wanted()) - 1} files of systemd" in uninstall(installed)
     assert path.read_text() == "changed"
     assert not installed.at(UNITS / "tie.slice").exists()
     assert not installed.at(PREFIX).is_symlink()
     assert not installed.at(TREES).exists()
     assert uninstall(installed) == []
+
+
+@pytest.mark.parametrize("purge", [False, True])
+def test_a_run_directory_goes_with_its_installation(installed, purge):
+    installed.at(RUN / "keys").mkdir(parents=True)
+    assert RUN not in removal.kept(installed, purge=purge)
+    assert f"remove {RUN}" in uninstall(installed, purge=purge)
+    assert not installed.at(RUN).exists()
+
+
+@pytest.mark.parametrize("purge", [False, True])
+def test_the_run_directory_of_a_node_in_a_terminal_is_not_the_installations(installed, purge):
+    lock = put(installed, RUN / settings.UP_LOCK, "4711")
+    assert RUN in removal.kept(installed, purge=purge)
+    assert uninstall(installed, purge=purge)
+    assert lock.exists()
+    assert RUN in removal.kept(installed, purge=purge)  # and when nothing is installed any more
+    assert uninstall(installed, purge=purge) == []
+    assert lock.exists()
 
 
 def test_a_purge_takes_what_was_changed_too(installed):
@@ -115,4 +135,4 @@ def test_where_nothing_is_installed_nothing_goes(machine):
         put(machine, place)
     assert uninstall(machine) == []
     assert uninstall(machine, purge=False) == []
-    assert set(removal.kept(machine, purge=False)) == {UNIT, CONFIG, STATE / "assets"}
+    assert set(removal.kept(machine, purge=False)) == {UNIT, CONFIG, RUN, STATE / "assets"}

@@ -15,6 +15,7 @@ import pytest
 
 from tie.cli import listener as listener_module
 from tie.cli.listener import Listener, keep_open
+from tie.daemon import ahead
 from tie.daemon.socket_path import SocketInUseError
 
 DEADLINE = 20.0
@@ -61,6 +62,16 @@ async def test_every_connection_gets_its_own_process() -> None:
             writer.close()
         while listener.pids:
             await asyncio.sleep(0.01)
+
+
+async def test_what_is_started_ahead_of_need_stands_back_and_nothing_else() -> None:
+    async with asyncio.timeout(DEADLINE), listening() as (_, path):
+        mine = os.getpriority(os.PRIO_PROCESS, 0)
+        for before, niceness in ((False, mine), (True, min(19, mine + 10))):
+            reader, writer = await ahead.connect(path, ahead=before)
+            pid = int(await reader.readline())
+            assert os.getpriority(os.PRIO_PROCESS, pid) == niceness
+            writer.close()
 
 
 async def test_a_connection_over_the_limit_is_closed_at_once() -> None:

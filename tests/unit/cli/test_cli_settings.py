@@ -16,14 +16,14 @@ from tie.daemon.errors import ConfigError
 def test_overrides_take_toml_values_and_plain_words() -> None:
     config = settings.effective(
         None,
-        ["controller.recycle_interval_s=7.5", "runtime.dtype=f32", "node_id = 'a'", "app.buckets=[64, 128]"],
+        ["controller.recycle_interval_s=7.5", "runtime.dtype=f32", "node_id = 'a'", "app.buckets=[64, 1024]"],
         cloudboard__port=9000,
         run_dir=None,
     )
     assert config.controller.recycle_interval_s == 7.5
     assert config.runtime.dtype == "f32"
     assert config.node_id == "a"
-    assert config.app.buckets == (64, 128)
+    assert config.app.buckets == (64, 1024)
     assert config.cloudboard.port == 9000
     assert config.run_dir == "/run/tie"
 
@@ -40,6 +40,21 @@ def test_a_wrong_name_is_refused(override: str) -> None:
 def test_a_wrong_value_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match="configuration"):
         settings.effective(None, [override])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["runtime.dtype=f32", "runtime.executor=cuda"], ["app.buckets=[64, 128]"], ["store.capacity_bytes=1"]],
+)
+def test_values_that_contradict_each_other_are_refused(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=overrides[0].partition("=")[0].partition(".")[2]):
+        settings.effective(None, overrides)
+
+
+def test_what_is_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cloudboard\.port is given twice"):
+        settings.effective(None, ["cloudboard.port=9000"], cloudboard__port=9001)
+    assert settings.effective(None, ["cloudboard.port=9000"], cloudboard__port=None).cloudboard.port == 9000
 
 
 @given(st.text(max_size=40), st.text(max_size=40))
@@ -95,7 +110,9 @@ def test_a_run_directory_is_taken_from_where_it_was_chosen(tmp_path):
         run_dir(chosen) == run_dir(None, "run_dir=/elsewhere") == run_dir(silent, "run_dir=/elsewhere") == "/elsewhere"
     )
     assert run_dir(silent) == run_dir(None, "node_id=a") == "/mine"
-    assert run_dir(chosen, named="/here") == run_dir(None, "run_dir=/elsewhere", named="/here") == "/here"
+    assert run_dir(chosen, named="/here") == run_dir(None, named="/here") == "/here"
+    with pytest.raises(ConfigError, match="run_dir is given twice"):
+        run_dir(None, "run_dir=/elsewhere", named="/here")
     assert settings.effective(silent, ()).run_dir == node_config.NodeConfig().run_dir
 
 

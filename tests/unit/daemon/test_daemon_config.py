@@ -38,6 +38,7 @@ def test_values_are_read(tmp_path):
         "[app]\nbuckets = [64, 64, 2048]",
         "[app]\nbuckets = [64, 512]",
         "[app]\nbuckets = [64, 2097152]",
+        "[store]\ncapacity_bytes = 1",
         '[gpuhealth]\nprovider = "none"',
         '[runtime]\nexecutor = "cuda"\ndtype = "f32"',
         "not toml at all",

@@ -120,6 +120,8 @@ def test_what_an_answer_held_may_be_sent_back() -> None:
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", 400),
         ({"seed": 2**70}, "seed", 400),
         ({"temperature": "1"}, "temperature", 400),
+        ({"temperature": 2.5}, "temperature", 400),
+        ({"temperature": -0.5}, "temperature", 400),
         ({"logit_bias": {"-1": 1}}, "logit_bias", 400),
         ({"logit_bias": {"²": 1}}, "logit_bias", 400),
         ({"top_logprobs": 2}, "top_logprobs", 400),

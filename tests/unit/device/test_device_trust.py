@@ -65,6 +65,22 @@ def test_key_files(tmp_path) -> None:
     assert Trust(path, trust_on_first_use=False).pinned == PINNED
 
 
+def test_a_key_file_that_says_another_key_by_now(tmp_path) -> None:
+    path = tmp_path / "statement.pub"
+    path.write_bytes(bytes(32))
+    trust = Trust(path, trust_on_first_use=False)
+    with pytest.raises(StatementError):
+        trust.verify(signed())
+    path.unlink()
+    with pytest.raises(StatementError):
+        trust.verify(signed())
+    path.write_bytes(PINNED)  # the node has started anew
+    assert trust.verify(signed()).node_id == "node-0"
+    assert trust.pinned == PINNED
+    path.write_bytes(bytes(32))
+    assert trust.verify(signed()).node_id == "node-0"  # no reason to look
+
+
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8443", "ftp://host", "http://", "http://[::1", "unix:/x"])
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match="address"):

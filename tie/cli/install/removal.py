@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from tie.cli import settings
 from tie.cli.install import distributions, files, ours
 from tie.cli.install.exchange import stop
 from tie.cli.install.machine import ASSETS, CONFIG, KEYS, RUN, STATE, TARGET, TREES, Machine
@@ -30,13 +31,15 @@ def steps(machine: Machine, *, purge: bool) -> list[Removal]:
     found: list[Removal] = []
     if there or set(doomed) - {CONFIG, STATE}:  # those two outlive an installation
         if any(machine.is_active(unit) for unit in units if "@" not in unit and not unit.endswith(".slice")):
-            found.append(Removal("the node stops", lambda: _stop(machine, units)))
+            found.append(Removal("stop the node", lambda: _stop(machine, units)))
         if there:
             found += _files(machine, units, files.preset(systemd), there)
         accounts = (set(users) | set(groups)) & names(machine)
         if accounts:
-            found.append(Removal(f"{len(accounts)} accounts", lambda: remove_accounts(machine, accounts, keep=set())))
-    return found + [Removal(str(place), _remover(machine.at(place))) for place in doomed]
+            found.append(
+                Removal(f"remove {len(accounts)} accounts", lambda: remove_accounts(machine, accounts, keep=set()))
+            )
+    return found + [Removal(f"remove {place}", _remover(machine.at(place))) for place in doomed]
 
 
 def spent(machine: Machine, *, before: PurePosixPath, after: PurePosixPath) -> list[Removal]:
@@ -59,7 +62,7 @@ def kept(machine: Machine, *, purge: bool) -> list[PurePosixPath]:
     """What an uninstallation does not take, because it is an operator's or somebody else's."""
     systemd = _systemd(machine)
     there, doomed = _doomed(machine, systemd, purge=purge)
-    places = [*ours.changed(machine, _shipped(machine, systemd)), *_present(machine, CONFIG, ASSETS)]
+    places = [*ours.changed(machine, _shipped(machine, systemd)), *_present(machine, CONFIG, ASSETS, RUN)]
     return [place for place in places if place not in there and not {place, *place.parents} & set(doomed)]
 
 
@@ -74,8 +77,14 @@ def _doomed(machine: Machine, systemd: Path, *, purge: bool) -> tuple[list[PureP
             there = [place for place in shipped if machine.at(place).is_file()]
         elif not _edited(machine, systemd):
             doomed += _present(machine, CONFIG)
-        doomed += [*_present(machine, RUN), *own]
+        doomed += own if _is_somebodys(machine) else [*_present(machine, RUN), *own]
     return there, doomed
+
+
+def _is_somebodys(machine: Machine) -> bool:
+    """Whether the run directory is that of a `tie up`: it may run, and it was not installed."""
+    directory = machine.at(RUN)
+    return (directory / settings.UP_LOCK).exists() or settings.node_toml(directory).exists()
 
 
 def _present(machine: Machine, *places: PurePosixPath) -> list[PurePosixPath]:
@@ -95,11 +104,11 @@ def _files(machine: Machine, units: list[str], enabled: list[str], there: list[P
     disable = ["systemctl", *where, "--no-reload", "disable", *enabled]
     gone = WriteFiles(machine, "", dict.fromkeys(there))
     found = [
-        Removal(f"{TARGET} does not start with the machine", lambda: _run(machine, disable)),
-        Removal(f"{len(there)} files of systemd", gone.do),
+        Removal(f"let {TARGET} not start with the machine", lambda: _run(machine, disable)),
+        Removal(f"remove {len(there)} files of systemd", gone.do),
     ]
     if machine.live:
-        found.append(Removal("systemd reads its units again", lambda: _forget(machine, units)))
+        found.append(Removal("let systemd read its units again", lambda: _forget(machine, units)))
     return found
 
 

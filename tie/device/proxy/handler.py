@@ -21,11 +21,13 @@ from tie.daemon import log
 from tie.daemon.errors import ProtocolError, TieError
 from tie.device.answer import Delta
 from tie.device.async_client import AsyncAnswer, AsyncClient
+from tie.device.errors import RequestRefusedError
 from tie.device.proxy import chat, completions, failures, requests, translate
 from tie.device.proxy.access import Access
 from tie.device.proxy.answers import Answer, Json
 from tie.device.proxy.failures import ApiError
 from tie.device.proxy.gathering import Gatherer
+from tie.device.proxy.models import Models
 from tie.device.turns import Turns
 from tie.http.exchange import DisconnectedError, Exchange
 from tie.http.limits import Pace
@@ -36,6 +38,7 @@ MAX_BODY_BYTES: Final = 32 * 1024 * 1024
 MAX_UNDER_WAY: Final = 64
 _PACE: Final = Pace()
 _MODELS: Final = "/v1/models"
+_OTHER_MODEL: Final = "STATUS_UNKNOWN_MODEL"
 
 R = TypeVar("R", bound=requests.Common)
 
@@ -51,7 +54,7 @@ class Settings:
         turns: turn keys of conversations, or None for none.
     """
 
-    models: tuple[str, ...]
+    models: Models
     access: Access = field(default_factory=Access)
     gather_s: float = 0.0
     turns: Turns | None = field(default_factory=Turns)
@@ -117,15 +120,15 @@ class Handler:
                 raise failures.fault("not_found")
 
     async def _models(self, exchange: Exchange, name: str) -> None:
-        models = [
-            {"id": model, "object": "model", "created": self._created, "owned_by": "tie"}
-            for model in self._settings.models
-        ]
-        if not name:
+        if name:
+            await self._check_model(name)
+            await _send(exchange, self._model(name))
+        else:
+            models = [self._model(each) for each in await self._settings.models.names()]
             await _send(exchange, {"object": "list", "data": models})
-            return
-        self._check_model(name)
-        await _send(exchange, next(model for model in models if model["id"] == name))
+
+    def _model(self, name: str) -> Json:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "tie"}
 
     async def _ask(
         self,
@@ -136,7 +139,7 @@ class Handler:
     ) -> None:
         with self._place():
             asked = requests.decode(await _body(exchange), kind)
-            self._check_model(asked.model)
+            await self._check_model(asked.model)
             job = _Job(translated(asked), form(asked), asked)
             if self._settings.turns is not None and job.request.messages:
                 job.request.turn_key = self._settings.turns.key(job.request)
@@ -152,6 +155,9 @@ class Handler:
             finally:
                 await answer.close()
         except TieError as error:
+            if isinstance(error, RequestRefusedError) and error.status == _OTHER_MODEL:
+                self._settings.models.doubt()  # the node was given another one since
+                await self._check_model(job.asked.model)
             raise failures.from_error(error, accepted=accepted) from None
 
     async def _whole(self, exchange: Exchange, answer: AsyncAnswer, job: _Job) -> None:
@@ -193,9 +199,10 @@ class Handler:
         finally:
             self._under_way -= 1
 
-    def _check_model(self, name: str) -> None:
-        if name not in self._settings.models:
-            raise failures.no_model(name, ", ".join(self._settings.models))
+    async def _check_model(self, name: str) -> None:
+        known, names = await self._settings.models.known(name)
+        if not known:
+            raise failures.no_model(name, ", ".join(names))
 
 
 def replies(code: str) -> Reply:

@@ -34,6 +34,7 @@ _SAME_NAME: Final = (
     "n",
 )
 _KINDS: Final = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})  # one says what a schema is of
+_MAX_TEMPERATURE: Final = 2.0
 _MODES: Final = frozenset({"none", "auto", "required"})
 
 
@@ -85,6 +86,8 @@ def completion(asked: CompletionRequest) -> request_pb2.InferenceRequest:
 def _common(asked: Common) -> Options:
     if asked.stream_options is not None and not asked.stream:
         raise invalid("stream_options", "wants stream: true")
+    if asked.temperature is not None and not 0 <= asked.temperature <= _MAX_TEMPERATURE:
+        raise invalid("temperature", f"must be from 0 to {_MAX_TEMPERATURE:g}")
     options = Options()
     for name in _SAME_NAME:
         value = getattr(asked, name)
