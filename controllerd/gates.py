@@ -64,7 +64,7 @@ def assess(facts: Facts, memory: Memory) -> Readiness:
     fresh = False
     runtime = facts.runtime
     if runtime is None:
-        reasons.append("probe-gone")
+        reasons.append("runtime-gone")
     elif runtime.instance_id == memory.stale_instance:
         reasons.append("runtime-stale")
     elif not runtime.ready:
@@ -91,4 +91,6 @@ def assess(facts: Facts, memory: Memory) -> Readiness:
         reasons.append("gpu-stale")
     if not facts.cloudboard:
         reasons.append("cloudboard-gone")
+    elif not facts.keys:
+        reasons.append("keys-silent")
     return Readiness(tuple(reasons), broken, fresh)

@@ -28,7 +28,7 @@ from world import GPU, OWNER, World
 
 from controllerd.endurance import SOON_S
 from controllerd.facts import Gpu, Owner, Runtime
-from controllerd.mind import Happening
+from controllerd.happening import Happening
 from controllerd.recycle import Tell
 from controllerd.states import State
 from tie.daemon.config import ControllerConfig

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from controllerd.facts import Facts, Gpu, Owner, Runtime
-from controllerd.mind import Command, EndOwner, Happening, Mind, Warm
+from controllerd.happening import Happening
+from controllerd.mind import Command, EndOwner, Mind, Warm
 from controllerd.recycle import Tell
 from controllerd.recycle_timer import RecycleTimer
 from controllerd.states import State

@@ -154,7 +154,7 @@ def test_ready_means_every_condition(facts: Facts, memory: Memory) -> None:
     [
         (replace(GOOD, owner=None), WARM, "owner-gone", False),
         (replace(GOOD, owner=replace(OWNER, state="failed")), WARM, "owner-failed", True),
-        (replace(GOOD, runtime=None), WARM, "probe-gone", False),
+        (replace(GOOD, runtime=None), WARM, "runtime-gone", False),
         (replace(GOOD, runtime=replace(RUNTIME, ready=False, state="in-error")), WARM, "runtime-in-error", True),
         (GOOD, replace(WARM, stale_instance="a"), "runtime-stale", False),
         (GOOD, Memory(), "not-warmed", False),
