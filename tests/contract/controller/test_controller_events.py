@@ -1,4 +1,4 @@
-"""What operators are told afterwards: their own words, what was cut, the key service, the cache store, the controller."""
+"""What operators are told afterwards: their own words, what was cut, keys, cache store, disk, the controller itself."""
 
 import asyncio
 import contextlib

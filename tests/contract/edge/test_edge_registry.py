@@ -147,7 +147,7 @@ async def test_a_key_service_that_hangs_or_dies_is_silent_until_it_answers(tmp_p
     awake = asyncio.Event()
 
     class Keys(kps_pb2_grpc.KeyProtectionServicer):
-        async def GetStatement(self, _request, _context):
+        async def GetStatement(self, _request, _context):  # noqa: N802
             await awake.wait()
             return kps_pb2.KeyStatement(key_id=b"\xab\xcd")
 
