@@ -8,7 +8,7 @@ import click
 
 from tie.cli import control, render
 from tie.cli.sentences import sentence
-from tie.daemon.errors import PeerDiedError, PeerTimeoutError
+from tie.daemon.errors import PeerError
 from tie.daemon.sockets import Sockets
 from tie.proto import control_pb2
 
@@ -30,7 +30,7 @@ def events(run_dir: Path, last: int, *, as_json: bool) -> int:
             async with control.connected(run_dir) as connection:
                 request = control_pb2.GetEventsRequest(last=last)
                 reply = await connection.node.GetEvents(request, timeout=control.CALL_S)
-        except (PeerDiedError, PeerTimeoutError) as error:
+        except PeerError as error:
             reply = left_behind(run_dir, last)
             if not reply.happenings:
                 raise
