@@ -21,7 +21,7 @@ class Happening:
     - "gpu": what gpuhealthd says; the first of its reasons, or "healthy".
     - "owner": the model owner was "asked-to-end".
     - "maintenance": "on" or "off"; `before`: "maintenance", or "asset" for an exchange of the bundle.
-    - "controller": "began", "began-anew" after it died, "stopped", or "stood-still" for so many `seconds`.
+    - "controller": "began", "began-anew" after it died, "stopped", "socket-gone", or "stood-still" for `seconds`.
     - "disk": the run directory's is "full" or has "room".
     - "journal": "gap": some of what happened before could not be kept.
     - "given-up": somebody is needed; why.

@@ -16,6 +16,10 @@ from tie.proto import gpuhealth_pb2
 
 LEAST_FREE: Final = 1024 * 1024  # bytes; daemons of the node write sockets, locks and small state files
 _DISK_LOOK_S: Final = 2.0
+_ENDED: Final = {
+    ("controller", "stopped"),
+    ("controller", "socket-gone"),
+}  # last words of a controller that did not die
 _STARTING: Final = ("probe-starting",)  # gpuhealthd's word for not having looked yet
 
 
@@ -75,13 +79,13 @@ class Witness:
         before = journal.entries[-1] if journal.entries else None
         if journal.gap:
             self._tell(Happening("journal", "gap"))
-        stopped = before is None or (before.kind, before.code) == ("controller", "stopped")
-        self._tell(Happening("controller", "began" if stopped else "began-anew"))
+        died = before is not None and (before.kind, before.code) not in _ENDED
+        self._tell(Happening("controller", "began-anew" if died else "began"))
         mind.recycles.update(journal.recycles)
 
-    def end(self) -> None:
-        """The controller has been asked to end."""
-        self._tell(Happening("controller", "stopped"))
+    def end(self, *, reachable: bool) -> None:
+        """The controller has been asked to end, or asks itself because its socket has lost its file."""
+        self._tell(Happening("controller", "stopped" if reachable else "socket-gone"))
 
     def look(self, peers: Mapping[str, Seen], gpu: Judge, store_began: str | None, keys: str, key_id: str) -> None:
         """Tells what has changed since the last look.

@@ -8,8 +8,8 @@ from tie.proto import control_pb2
 
 _STATES = {
     "available": "in service",
-    "draining": "busy: it takes no new requests",
-    "recycling": "busy: it waits for a fresh runtime",
+    "draining": "busy, and takes no new requests",
+    "recycling": "busy, and waits for a fresh runtime",
     "error": "OUT OF SERVICE",
     "maintenance": "in maintenance",
     "initializing": "starting",
@@ -135,6 +135,8 @@ def _controller(code: str, seconds: str) -> str:
             return "the controller had died, and began anew; meanwhile the node took no requests"
         case "stopped":
             return "the controller was told to end"
+        case "socket-gone":
+            return "the controller's socket had lost its file: it ended, and another begins"
         case "stood-still":
             return (
                 f"the controller itself stood still for {seconds} (it, or the machine, was stopped); it looks anew now"
@@ -148,12 +150,19 @@ def _ending(happening: control_pb2.Happening) -> str:
             return next((_TO_DO[one] for one in (code, *happening.more) if one in _TO_DO), _RETURNS)
         case "state", _ if happening.after == "maintenance":
             return "`tie maintenance off` ends it"
-        case ("recycled", "ok") | ("settling", _) | ("cut", _) | ("controller", "began-anew" | "stood-still"):
+        case (
+            ("recycled", "ok")
+            | ("settling", _)
+            | ("cut", _)
+            | ("controller", "began-anew" | "stood-still" | "socket-gone")
+        ):
             return _NOTHING
         case "recycled", _:
             return f"{_NOTHING} yet: it is tried again, later each time"
         case "runtime", code if code != "seen":
             return f"{_NOTHING} yet; if it comes again and again, look at what it says and at node.toml"
+        case "peer", "gone" if happening.after == "probe":
+            return f"{_RESTARTS}; which of its processes died, its log says (`container.down`)"
         case "peer", "gone" | "silent" | "garbled":
             return _RESTARTS
         case ("peer", "anew") | ("keys", "new-key" | "answers"):

@@ -78,6 +78,15 @@ async def test_a_controller_that_was_stopped_did_not_die(node: Any) -> None:
     assert [entry.code for entry in await told(node, "controller")] == ["began", "stopped", "began"]
 
 
+async def test_a_controller_whose_socket_lost_its_file_says_so(node: Any) -> None:
+    node.config.sockets.control.unlink()
+    async with asyncio.timeout(30):
+        await node.task
+    node.task = None
+    await node.start_controller()
+    assert [entry.code for entry in await told(node, "controller")] == ["began", "socket-gone", "began"]
+
+
 async def test_without_its_key_service_a_node_is_withdrawn(node: Any) -> None:
     node.cloudboard.keys = cloudboard_pb2.KEY_SERVICE_SILENT
     status = await node.until_state(ERROR)

@@ -57,7 +57,7 @@ NIGHT = [
     ),
     (
         happening("state", "error", "error", "draining"),
-        "the node is busy: it takes no new requests: something had failed (see the lines before)",
+        "the node is busy, and takes no new requests: something had failed (see the lines before)",
     ),
     (
         happening("cut", "deadline", count=1),
