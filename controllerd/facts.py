@@ -61,6 +61,7 @@ class Owner:
     instance: str
     generation: int
     state: str  # "loading", "ready", "failed", "unknown"
+    error: str = ""  # in its own words, when it could not load the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,8 @@ def owner_of(message: owner_pb2.OwnerStatus) -> Owner:
     _codes([message.error])
     if not _ID.fullmatch(message.owner_instance):
         raise ProtocolError("impossible owner instance")
-    return Owner(message.owner_instance, message.generation, _OWNER_STATES.get(message.state, "unknown"))
+    state = _OWNER_STATES.get(message.state, "unknown")
+    return Owner(message.owner_instance, message.generation, state, message.error)
 
 
 def store_of(message: metrics_pb2.ScrapeReply) -> str:

@@ -59,6 +59,7 @@ def assess(facts: Facts, memory: Memory) -> Readiness:
     elif facts.owner.state != "ready":
         reasons.append(f"owner-{facts.owner.state}")
         broken = reasons[-1] if facts.owner.state == "failed" else ""
+        reasons.extend(filter(None, (facts.owner.error,)))
     elif memory.owner_changed:
         reasons.append("owner-changed")
     fresh = False
