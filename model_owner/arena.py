@@ -136,7 +136,7 @@ class CudaArena:
             import pycuda.driver
         except ImportError as error:
             raise ArenaError(
-                "a GPU arena needs the package pycuda (pip install 'tie-inference[cuda]') and NVIDIA's driver",
+                "a GPU arena needs the package pycuda (pip install 'tie-inference[cuda-arena]') and NVIDIA's driver",
                 code="no-cuda",
             ) from error
         self.size = size

@@ -48,6 +48,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "torch-cpu-bf16": Layout("cpu", _plain("bf16")),
     "torch-cuda-f32": Layout("cuda", _plain("f32")),
     "torch-cuda-bf16": Layout("cuda", _plain("bf16")),
+    "cuda-bf16": Layout("cpu", _plain("bf16")),  # which the executor copies to its GPU when it starts
     "native-auto": Layout(
         "cpu", lambda source, bundle: native.plan(bundle.manifest.architecture, native.as_stored(source))
     ),

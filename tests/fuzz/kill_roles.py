@@ -23,6 +23,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.pool import BufferPool
 from tie.app.conversation import Conversation
 from tie.assets.prefix import NO_PREFIX
+from tie.bones.blocks import HostBlocks
 from tie.daemon.errors import TieError
 from tie.proto import runtime_pb2
 from tie.runtime.kv_blocks import Format, Kept
@@ -61,7 +62,7 @@ def shared_kib() -> int:
     return int(line.split()[1])
 
 
-class Memory:
+class Memory(HostBlocks):
     """The executor's blocks."""
 
     def __init__(self) -> None:

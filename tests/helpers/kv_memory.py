@@ -8,6 +8,7 @@ import torch
 
 from kvxfer.channel import Channel
 from kvxfer.transfer import Producer
+from tie.bones.blocks import HostBlocks
 from tie.runtime.kv_blocks import Format
 
 VOCABULARY = 259
@@ -18,7 +19,7 @@ WAIT_S = 20
 FORMAT = Format("model", "release", "layout", TOKENS, BYTES)
 
 
-class Memory:
+class Memory(HostBlocks):
     """Blocks of an executor, and an executor: each position's bytes say which token it was computed for, after which.
 
     The next token depends on every position before it, through the bytes: a wrong block gives another answer.

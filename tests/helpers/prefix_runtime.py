@@ -5,6 +5,7 @@ import hashlib
 from pathlib import Path
 
 from tie.assets.manifest import Architecture, FileEntry, Manifest, SystemPrompt, TokenizerInfo
+from tie.bones.blocks import HostBlocks
 from tie.runtime.kv_blocks import Format, Kept
 from tie.runtime.prefix_pool import Place, PoolMemory
 from tie.runtime.prefixes import Prefixes
@@ -35,7 +36,7 @@ def manifest(prompts=PROMPTS, **changes) -> Manifest:
     return Manifest(**(fields | changes))
 
 
-class Runtime:
+class Runtime(HostBlocks):
     """The part of one that has to do with prefixes. Its blocks' bytes follow from the tokens up to there."""
 
     def __init__(self, path, *, bundle=None, format=FORMAT, place=None, most_blocks=9) -> None:  # noqa: A002

@@ -10,7 +10,7 @@ sequence's blocks into one run and calls torch's scaled dot product attention.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -106,13 +106,14 @@ class Plan:
     groups: tuple[Group, ...]
 
 
-class Attention(Protocol):
-    """Causal attention over a paged pool."""
+P_contra = TypeVar("P_contra", contravariant=True)
+"""What an attention prepares once for all layers of a forward pass."""
 
-    def plan(self, rows: Rows) -> Plan:
-        """Prepares one forward pass."""
 
-    def attend(self, plan: Plan, layer: int, qkv: Tensor) -> Tensor:
+class Attention(Protocol[P_contra]):
+    """Causal attention over a paged pool, as the model sees it."""
+
+    def attend(self, plan: P_contra, layer: int, qkv: Tensor) -> Tensor:
         """Files the rows' keys and values, and attends.
 
         Args:
@@ -142,7 +143,7 @@ class GatherAttention:
         self._gathered = Gathered(config, pool.data.dtype, pool.data.nbytes // 2)
 
     def plan(self, rows: Rows) -> Plan:
-        """See `Attention.plan`. Clears the blocks that this pass begins: see `_fresh_blocks`."""
+        """Prepares one forward pass. Clears the blocks that this pass begins: see `_fresh_blocks`."""
         tokens = self._pool.block_tokens
         self._pool.clear(np.concatenate([_fresh_blocks(span, tokens) for span in rows.spans]))
         owners = np.concatenate([span.blocks[np.arange(span.start, span.end) // tokens] for span in rows.spans])

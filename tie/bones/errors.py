@@ -4,6 +4,7 @@
     ├── ConfigError     the model's configuration is malformed, impossible or not supported
     ├── ArenaError      a tensor table does not fit its arena
     ├── WeightsError    a tensor that the model needs is missing, or has the wrong shape or dtype
+    ├── DeviceError     the GPU that is asked for is not there, or has no memory left
     ├── InputError      a batch or a sampling parameter that cannot be carried out; nothing was computed or changed
     └── SamplingError   rows that leave no token to choose
 
@@ -27,6 +28,10 @@ class ArenaError(BonesError):
 
 class WeightsError(BonesError):
     """A tensor that the model needs is missing, or has the wrong shape or dtype."""
+
+
+class DeviceError(BonesError):
+    """The GPU that is asked for is not there, cannot compute, or has no memory left."""
 
 
 class InputError(BonesError):

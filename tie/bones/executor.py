@@ -9,6 +9,7 @@ import torch
 
 from tie.bones.attention import GatherAttention, KvPool
 from tie.bones.batch import Batch, SequenceSlice, lay_out
+from tie.bones.blocks import HostBlocks
 from tie.bones.config import ModelConfig
 from tie.bones.errors import InputError
 from tie.bones.llama import Llama
@@ -18,7 +19,7 @@ __all__ = ["Batch", "Executor", "SequenceSlice"]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Executor:
+class Executor(HostBlocks):
     """Runs a model with PyTorch on the CPU.
 
     Args:

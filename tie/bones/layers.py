@@ -31,10 +31,11 @@ class Rope:
     Args:
         config: of the model.
         dtype: in which heads are rotated.
+        device: where; None: the CPU.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._frequencies = torch.from_numpy(rope_frequencies(config))
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        self._frequencies = torch.from_numpy(rope_frequencies(config)).to(device)
         self._half = config.head_dim // 2
         self._dtype = dtype
 

@@ -1,47 +1,56 @@
 """The Llama family: Llama, SmolLM2, Mistral (sliding window), Qwen2 (biases), Qwen3 (normalised queries and keys)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import embedding, linear
 
-from tie.bones.attention import Attention, Plan
+from tie.bones.attention import Attention, P_contra
 from tie.bones.config import ModelConfig
 from tie.bones.errors import WeightsError
 from tie.bones.layers import Rope, rms_norm, swiglu
 
 
-class Llama:
+class Llama(Generic[P_contra]):
     """A decoder over flat rows. The residual stream is float32; matrix products and the KV cache are of `dtype`.
 
     Args:
         config: of the model.
-        tensors: under Hugging Face's names, with the shapes of `tensor_shapes`; matrices of `dtype`. Matrices are used
-            in place, wherever they lie.
+        tensors: under Hugging Face's names, with the shapes of `tensor_shapes`; matrices of `dtype`.
         attention: over the pool that keeps this model's keys and values.
         dtype: of matrix products.
+        device: where the weights are copied to, matrices with the same input as one; None: they are used in place,
+            wherever they lie.
 
     Raises:
         WeightsError: a tensor is missing, unknown, or has the wrong shape or dtype.
     """
 
     def __init__(
-        self, config: ModelConfig, tensors: Mapping[str, Tensor], attention: Attention, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        attention: Attention[P_contra],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
         _check(config, tensors, dtype)
         self._config = config
         self._attention = attention
         self._dtype = dtype
-        self._rope = Rope(config, dtype)
-        self._embedding = tensors["model.embed_tokens.weight"]
-        self._layers = [_layer(config, tensors, number, dtype) for number in range(config.num_layers)]
-        self._norm = tensors["model.norm.weight"].float()
-        self._head = self._embedding if config.tie_word_embeddings else tensors["lm_head.weight"]
+        self._rope = Rope(config, dtype, device)
+        (self._embedding,) = _placed([tensors["model.embed_tokens.weight"]], device)
+        self._layers = [_layer(config, tensors, number, dtype, device) for number in range(config.num_layers)]
+        self._norm = _vector(tensors["model.norm.weight"], device)
+        self._head = self._embedding
+        if not config.tie_word_embeddings:
+            (self._head,) = _placed([tensors["lm_head.weight"]], device)
 
-    def forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor, plan: Plan) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor, plan: P_contra) -> Tensor:
         """Runs the rows of one batch through all layers.
 
         Args:
@@ -63,19 +72,17 @@ class Llama:
             x += linear(mixed, layer.o, layer.o_bias)
 
             h = rms_norm(x, layer.feed_forward_norm, eps, dtype)
-            x += linear(swiglu(linear(h, layer.gate), linear(h, layer.up)), layer.down)
+            products = [linear(h, matrix) for matrix in layer.gate_up]
+            gate, up = products if len(products) > 1 else products[0].chunk(2, -1)
+            x += linear(swiglu(gate, up), layer.down)
         h = rms_norm(x[wanted], self._norm, eps, dtype)
         return linear(h, self._head).float()
 
     def _project(self, layer: "_Layer", h: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Queries, keys and values of all rows, `[rows, num_heads + 2 * num_kv_heads, head_dim]`, rotated."""
         config = self._config
-        parts = (
-            linear(h, layer.q, layer.q_bias),
-            linear(h, layer.k, layer.k_bias),
-            linear(h, layer.v, layer.v_bias),
-        )
-        qkv = torch.cat(parts, -1).view(len(h), -1, config.head_dim)
+        parts = [linear(h, matrix, bias) for matrix, bias in zip(layer.qkv, layer.qkv_bias, strict=True)]
+        qkv = (torch.cat(parts, -1) if len(parts) > 1 else parts[0]).view(len(h), -1, config.head_dim)
         rotated = qkv[:, : config.num_heads + config.num_kv_heads]
         if layer.qk_norm is not None:
             normal = functional.rms_norm(rotated.float(), (config.head_dim,), None, config.rms_norm_eps)
@@ -86,36 +93,36 @@ class Llama:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    """The weights of one decoder layer. Norms are float32; `qk_norm` is `[num_heads + num_kv_heads, head_dim]`."""
+    """The weights of one decoder layer. Norms are float32; `qk_norm` is `[num_heads + num_kv_heads, head_dim]`.
+
+    `qkv` and `gate_up` are several matrices where these lie apart, in somebody else's memory, else one.
+    """
 
     attention_norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    qkv: Sequence[Tensor]
+    qkv_bias: Sequence[Tensor | None]
     o: Tensor
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    v_bias: Tensor | None
     o_bias: Tensor | None
     qk_norm: Tensor | None
     feed_forward_norm: Tensor
-    gate: Tensor
-    up: Tensor
+    gate_up: Sequence[Tensor]
     down: Tensor
 
 
-def _layer(config: ModelConfig, tensors: Mapping[str, Tensor], number: int, dtype: torch.dtype) -> _Layer:
+def _layer(
+    config: ModelConfig, tensors: Mapping[str, Tensor], number: int, dtype: torch.dtype, device: torch.device | None
+) -> _Layer:
     prefix = f"model.layers.{number}."
 
-    def matrix(name: str) -> Tensor:
-        return tensors[f"{prefix}{name}.weight"]
+    def matrices(*names: str) -> Sequence[Tensor]:
+        return _placed([tensors[f"{prefix}{name}.weight"] for name in names], device)
 
     def norm(name: str) -> Tensor:
-        return tensors[f"{prefix}{name}.weight"].float()
+        return _vector(tensors[f"{prefix}{name}.weight"], device)
 
-    def bias(name: str) -> Tensor | None:
-        found = tensors.get(f"{prefix}{name}.bias")
-        return None if found is None else found.to(dtype)
+    def biases(*names: str) -> Sequence[Tensor | None]:
+        found = [tensors[key].to(dtype) for name in names if (key := f"{prefix}{name}.bias") in tensors]
+        return _placed(found, device) if found else [None] * (1 if device else len(names))
 
     qk_norm = None
     if config.qk_norm:
@@ -124,22 +131,34 @@ def _layer(config: ModelConfig, tensors: Mapping[str, Tensor], number: int, dtyp
             norm("self_attn.k_norm").expand(config.num_kv_heads, -1),
         )
         qk_norm = torch.cat(heads)
+    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    (o,), (o_bias,), (down,) = matrices("self_attn.o_proj"), biases("self_attn.o_proj"), matrices("mlp.down_proj")
     return _Layer(
         attention_norm=norm("input_layernorm"),
-        q=matrix("self_attn.q_proj"),
-        k=matrix("self_attn.k_proj"),
-        v=matrix("self_attn.v_proj"),
-        o=matrix("self_attn.o_proj"),
-        q_bias=bias("self_attn.q_proj"),
-        k_bias=bias("self_attn.k_proj"),
-        v_bias=bias("self_attn.v_proj"),
-        o_bias=bias("self_attn.o_proj"),
+        qkv=matrices(*projections),
+        qkv_bias=biases(*projections),
+        o=o,
+        o_bias=o_bias,
         qk_norm=qk_norm,
         feed_forward_norm=norm("post_attention_layernorm"),
-        gate=matrix("mlp.gate_proj"),
-        up=matrix("mlp.up_proj"),
-        down=matrix("mlp.down_proj"),
+        gate_up=matrices("mlp.gate_proj", "mlp.up_proj"),
+        down=down,
     )
+
+
+def _vector(values: Tensor, device: torch.device | None) -> Tensor:
+    """As float32, where it is or on a device."""
+    return values.to(device, torch.float32, copy=device is not None)
+
+
+def _placed(parts: Sequence[Tensor], device: torch.device | None) -> Sequence[Tensor]:
+    """The parts where they are; or on a device, one behind another as one tensor."""
+    if device is None:
+        return parts
+    whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype, device=device)
+    for target, part in zip(torch.split(whole, [len(part) for part in parts]), parts, strict=True):
+        target.copy_(part)
+    return (whole,)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

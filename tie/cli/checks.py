@@ -25,6 +25,10 @@ _RUN_BYTES = 16 * 1024**2
 _COMMAND_S = 30.0
 
 
+_DEVICES = Path("/dev")
+_GPU_DRIVER = Path("/proc/driver/nvidia/version")
+
+
 class Level(StrEnum):
     """How a check came out."""
 
@@ -234,15 +238,20 @@ def ingress(run_dir: Path, host: str, port: int) -> Check:
 
 
 def gpu() -> Check:
-    """NVIDIA devices and their driver."""
-    devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
-    driver = Path("/proc/driver/nvidia/version")
+    """NVIDIA devices, their driver, and what computes on them."""
+    devices = sorted(_DEVICES.glob("nvidia[0-9]*"))
+    driver = _GPU_DRIVER
     if not devices:
         return Check("gpu", Level.NOTE, "none: models run on the CPU", "an NVIDIA GPU with its driver")
     if not driver.exists():
         return Check("gpu", Level.NOTE, f"{len(devices)} devices without a driver", "install the NVIDIA driver")
     version = re.search(r"\d+\.\d+(\.\d+)?", driver.read_text())
-    return Check("gpu", Level.OK, f"{len(devices)} with driver {version.group() if version else '?'}")
+    found = f"{len(devices)} with driver {version.group() if version else '?'}"
+    packages = {name: _version(name) for name in ("torch", "flashinfer-python")}
+    if missing := " and ".join(name for name, have in packages.items() if have is None):
+        hint = "pip install 'tie-inference[cuda]', and runtime.executor = \"cuda\" in node.toml"
+        return Check("gpu", Level.NOTE, f"{found}; models run on the CPU without {missing}", hint)
+    return Check("gpu", Level.OK, ", ".join([found, *(f"{name} {have}" for name, have in packages.items())]))
 
 
 def swap() -> Check:

@@ -33,7 +33,6 @@ class ModelConfig(_Table, frozen=True):
 class OwnerConfig(_Table, frozen=True):
     """tie-model-owner."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
     allowed_users: tuple[str, ...] = ()  # names or numbers, beside root and the owner's own, that may attach
     pool_bytes: Count = 1024 * 1024 * 1024  # what the prefix pools of registered system prompts may take, in all
 
@@ -41,8 +40,8 @@ class OwnerConfig(_Table, frozen=True):
 class RuntimeConfig(_Table, frozen=True):
     """The AFM Runtime: executor and scheduler."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    executor: Literal["auto", "torch", "native"] = "auto"  # native: the compiled CPU step; auto: it, where it can run
+    # native: the compiled CPU step; auto: it, where it can run; cuda: a choice, never a fallback from or to it
+    executor: Literal["auto", "torch", "native", "cuda"] = "auto"
     dtype: Literal["f32", "bf16"] = "bf16"  # of torch's weights; f32 is torch's alone
     weights: Literal["auto", "q4", "q8", "bf16"] = "auto"  # how native keeps them; auto: as the bundle stores them
     threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: one per core, and native takes fewer while others use them
@@ -200,6 +199,8 @@ def load(path: Path, *, run_dir: str | None = None) -> NodeConfig:
         raise ConfigError(f"{path}: app.buckets must be ascending sizes of at least 32 bytes")
     if not SMALLEST_TOP_BUCKET <= buckets[-1] <= LARGEST_BUCKET:
         raise ConfigError(f"{path}: the last of app.buckets must be {SMALLEST_TOP_BUCKET} to {LARGEST_BUCKET} bytes")
+    if config.runtime.executor == "cuda" and config.runtime.dtype != "bf16":
+        raise ConfigError(f"{path}: runtime.executor cuda computes in bf16", hint='runtime.dtype = "bf16"')
     if config.store.max_entry_bytes > config.store.capacity_bytes:
         raise ConfigError(f"{path}: store.max_entry_bytes must not exceed store.capacity_bytes")
     return config

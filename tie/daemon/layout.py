@@ -8,7 +8,6 @@ def layout_for(runtime: RuntimeConfig) -> str:
     """The layout of the weights."""
     return layout_id(
         runtime.executor,
-        device=runtime.device,
         dtype=runtime.dtype,
         weights=runtime.weights,
         block_tokens=runtime.block_tokens,

@@ -1,14 +1,24 @@
-"""Makes the executor that fits the weights: PyTorch's or the native one. Neither is imported before it is chosen."""
+"""Makes the executor that fits the weights. None is imported before it is chosen, nor what it alone needs."""
 
+import importlib.util
 import os
+from pathlib import Path
+from typing import Final
 
 from tie.bones.arena import byte_views, tensor_views
 from tie.bones.config import ModelConfig
-from tie.bones.layouts import NATIVE_PREFIX
+from tie.bones.errors import DeviceError
+from tie.bones.layouts import CUDA_PREFIX, NATIVE_PREFIX
 from tie.daemon.config import RuntimeConfig
 from tie.daemon.errors import ConfigError
 from tie.runtime.owner_client import Weights
 from tie.runtime.step_executor import Executor
+
+_DEVICES: Final = Path("/dev")
+_INSTALL: Final = {
+    "torch-": "install it, or compile the native step: a C++ compiler, then `./run setup`",
+    CUDA_PREFIX: "pip install 'tie-inference[cuda]', or choose another runtime.executor",
+}
 
 
 def make_executor(runtime: RuntimeConfig, model: ModelConfig, weights: Weights, layout: str) -> Executor:
@@ -16,35 +26,83 @@ def make_executor(runtime: RuntimeConfig, model: ModelConfig, weights: Weights, 
 
     Raises:
         BonesError: the weights are not the model's, or the configuration does not suit it.
-        ConfigError: PyTorch is needed and not installed.
+        ConfigError: what the executor needs is not here: a package, a GPU, memory on it.
         OSError: the native library cannot be loaded.
     """
-    threads = runtime.threads or len(os.sched_getaffinity(0))
-    blocks = max(1, runtime.kv_tokens // runtime.block_tokens)
     if layout.startswith(NATIVE_PREFIX):
-        from tie.bones.native.executor import NativeExecutor
-
-        return NativeExecutor(
-            model,
-            byte_views(weights.arena, weights.entries),
-            num_blocks=blocks,
-            block_tokens=runtime.block_tokens,
-            threads=threads,
-            adapt=runtime.threads == 0,
-            weights=runtime.weights,
-        )
+        return _native(runtime, model, weights)
+    kind, make = (CUDA_PREFIX, _cuda) if layout.startswith(CUDA_PREFIX) else ("torch-", _torch)
     try:
-        from tie.bones.executor import Executor as TorchExecutor
+        return make(runtime, model, weights)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        name = {"torch": "PyTorch", "flashinfer": "flashinfer"}.get(error.name or "")
+        if name is None:
             raise
-        hint = "install it, or compile the native step: a C++ compiler, then `./run setup`"
-        raise ConfigError(f"the executor {layout} needs PyTorch, and PyTorch is not installed", hint=hint) from None
+        problem = f"the executor {layout} needs {name}, and {name} is not installed"
+        raise ConfigError(problem, hint=_INSTALL[kind]) from None
+    except DeviceError as error:
+        hint = "`nvidia-smi` says what there is; fewer runtime.kv_tokens take less memory"
+        raise ConfigError(f"the executor {layout}: {error}", hint=hint) from error
+
+
+def require_gpu() -> None:
+    """Looks, without loading anything, whether the executor for a GPU can be made, so that an operator is told at once.
+
+    Raises:
+        ConfigError: a package or the device is missing.
+    """
+    for module, name in (("torch", "PyTorch"), ("flashinfer", "flashinfer")):
+        if importlib.util.find_spec(module) is None:
+            problem = f"runtime.executor is cuda, which needs {name}, and {name} is not installed"
+            raise ConfigError(problem, hint=_INSTALL[CUDA_PREFIX])
+    # As WSL calls the device, and as everybody else does.
+    if not any((_DEVICES / name).exists() for name in ("nvidiactl", "dxg")):
+        hint = "`tie doctor` says what there is; under systemd, `tie install --gpu`; or choose another runtime.executor"
+        raise ConfigError("runtime.executor is cuda, and there is no NVIDIA GPU here", hint=hint)
+
+
+def _native(runtime: RuntimeConfig, model: ModelConfig, weights: Weights) -> Executor:
+    from tie.bones.native.executor import NativeExecutor
+
+    return NativeExecutor(
+        model,
+        byte_views(weights.arena, weights.entries),
+        num_blocks=_blocks(runtime),
+        block_tokens=runtime.block_tokens,
+        threads=_threads(runtime),
+        adapt=runtime.threads == 0,
+        weights=runtime.weights,
+    )
+
+
+def _torch(runtime: RuntimeConfig, model: ModelConfig, weights: Weights) -> Executor:
+    from tie.bones.executor import Executor as TorchExecutor
+
     return TorchExecutor(
         model,
         tensor_views(weights.arena, weights.entries),
-        num_blocks=blocks,
+        num_blocks=_blocks(runtime),
         block_tokens=runtime.block_tokens,
         dtype=runtime.dtype,
-        threads=threads,
+        threads=_threads(runtime),
     )
+
+
+def _cuda(runtime: RuntimeConfig, model: ModelConfig, weights: Weights) -> Executor:
+    from tie.bones.cuda.executor import CudaExecutor
+
+    return CudaExecutor(
+        model,
+        tensor_views(weights.arena, weights.entries),
+        num_blocks=_blocks(runtime),
+        block_tokens=runtime.block_tokens,
+        most_decoding=runtime.max_running,
+    )
+
+
+def _blocks(runtime: RuntimeConfig) -> int:
+    return max(1, runtime.kv_tokens // runtime.block_tokens)
+
+
+def _threads(runtime: RuntimeConfig) -> int:
+    return runtime.threads or len(os.sched_getaffinity(0))

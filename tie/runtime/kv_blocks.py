@@ -16,8 +16,11 @@ from tie.runtime import sequence as sequences
 class BlockMemory(Protocol):
     """What those who copy blocks need of an executor."""
 
-    def block_view(self, block: int) -> memoryview:
-        """The bytes of one block, in place and writable."""
+    def read_block(self, block: int, target: memoryview) -> None:
+        """Copies a block's bytes into `target`, which has as many. From any thread, while no step writes the block."""
+
+    def write_block(self, block: int, source: memoryview) -> None:
+        """Copies them back, as `read_block` gave them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +71,8 @@ class Restored:
         tokens = self._consumer.header.block_tokens
         end = self.first_block + self.block_count
         for number in range(target.computed // tokens, end):
-            with (
-                self._consumer.block(number - self.first_block) as source,
-                memory.block_view(target.blocks[number]) as view,
-            ):
-                view[:] = source
+            with self._consumer.block(number - self.first_block) as source:
+                memory.write_block(target.blocks[number], source)
             target.computed += tokens
             if not may_go_on():
                 break
@@ -152,6 +152,6 @@ def send(
     with Producer(channel, descriptor, header, passing=True, timeout=left(deadline)) as producer:
         for batch in producer.batches():
             for index in batch:
-                with producer.block(index) as target, memory.block_view(blocks[index]) as source:
-                    target[:] = source
+                with producer.block(index) as target:
+                    memory.read_block(blocks[index], target)
         producer.finish(timeout=left(deadline))

@@ -46,10 +46,14 @@ def prepare(config_path: Path) -> dict[str, str]:
         The environment for supervisord and its programs.
 
     Raises:
-        UserError: the configuration or the installation is not usable.
+        UserError: the configuration or the installation is not usable, or there is not the GPU that it asks for.
         SocketInUseError: another runtime is live on this run directory.
     """
     config = node_config.load(config_path)
+    if config.runtime.executor == "cuda":
+        from tie.runtime.executors import require_gpu  # and with it numpy, which others need not wait for here
+
+        require_gpu()
     installation = triton_server.find_installation()
     directory = config.sockets.engine.parent
     lock = socket_path.claim(directory / "runtime")

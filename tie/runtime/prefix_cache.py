@@ -100,8 +100,8 @@ class PrefixCache:
         _, source, memory = self._opened
         for node in nodes[self.loaded(nodes) :]:
             if node not in self._loaded:
-                with source.block(node) as sealed, memory.block_view(self._places[node]) as target:
-                    target[:] = sealed
+                with source.block(node) as sealed:
+                    memory.write_block(self._places[node], sealed)
                 self._loaded.add(node)
                 self.statistics.loads += 1
                 if not may_go_on():

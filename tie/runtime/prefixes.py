@@ -206,8 +206,8 @@ class Prefixes:
         kept = compute(prompt)
         try:
             for node, block in zip(path, kept.blocks, strict=False):
-                with self._memory.block_view(block) as source, filling.memory.block(node) as target:
-                    target[:] = source
+                with filling.memory.block(node) as target:
+                    self._memory.read_block(block, target)
                     filling.digests[node] = hashlib.sha256(target).digest()
         finally:
             kept.release()

@@ -7,9 +7,9 @@ from tie.runtime.kv_blocks import BlockMemory
 
 
 class Executor(BlockMemory, Protocol):
-    """Executes batches; `tie.bones.executor.Executor` and `tie.bones.native.executor.NativeExecutor` do.
+    """Executes batches. There are three: `Executor`, `NativeExecutor` and `CudaExecutor` of `tie.bones`.
 
-    All that a step takes of it is `forward` and `block_view`.
+    All that a step takes of it is `forward`, and of its blocks `read_block` and `write_block`.
     """
 
     @property
@@ -33,5 +33,8 @@ class Executor(BlockMemory, Protocol):
         ...
 
     def forward(self, batch: Batch) -> Any:
-        """Float32 logits, an array or a CPU tensor, `[sum of the slices' logits, vocab]`, in the batch's order."""
+        """Float32 logits, an array or a CPU tensor, `[sum of the slices' logits, vocab]`, in the batch's order.
+
+        The next step may overwrite them.
+        """
         ...

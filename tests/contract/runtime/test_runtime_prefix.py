@@ -6,6 +6,7 @@ import pytest
 
 from status_probe.engine_client import DeathNotice
 from tie.assets.bundle import open_bundle
+from tie.bones.blocks import HostBlocks
 from tie.proto import engine_pb2
 from tie.runtime.kv_blocks import Format, Kept
 from tie.runtime.prefix_pool import Place, PoolClient
@@ -15,7 +16,7 @@ WARM = {"warm": engine_pb2.WarmRequest(prompt_index=0)}
 STATUS = {"status": engine_pb2.StatusRequest()}
 
 
-class Garbage:
+class Garbage(HostBlocks):
     """Blocks of a runtime that does not compute."""
 
     def __init__(self, size):

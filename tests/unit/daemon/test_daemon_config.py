@@ -39,6 +39,7 @@ def test_values_are_read(tmp_path):
         "[app]\nbuckets = [64, 512]",
         "[app]\nbuckets = [64, 2097152]",
         '[gpuhealth]\nprovider = "none"',
+        '[runtime]\nexecutor = "cuda"\ndtype = "f32"',
         "not toml at all",
         "\0",
     ],

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tie.bones.blocks import HostBlocks
 from tie.runtime.blocks import BlockPool, OutOfBlocksError
 from tie.runtime.prefix_cache import PrefixCache
 from tie.runtime.prefix_trie import PrefixTrie
@@ -18,7 +19,7 @@ OTHER = (*LONG[:8], *range(50, 58))  # shares two of them, and has two of its ow
 LIMITS = Limits(step_tokens=64, max_running=6, max_waiting=50)
 
 
-class Kv:
+class Kv(HostBlocks):
     """Blocks whose bytes name the node that they hold."""
 
     def __init__(self, total):

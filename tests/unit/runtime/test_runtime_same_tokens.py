@@ -14,6 +14,7 @@ from tie.assets.manifest import TOKENIZER_FILE
 from tie.assets.sample import make_sample_bundle
 from tie.assets.tokenizer import load_tokenizer
 from tie.bones.config import ModelConfig
+from tie.bones.cuda.executor import CudaExecutor
 from tie.bones.executor import Batch, Executor, SequenceSlice
 from tie.bones.llama import tensor_shapes
 from tie.bones.sampler import SampleRow, sample
@@ -61,10 +62,11 @@ class Sealed:
         for prompt in REGISTERED:
             executor.forward(Batch((SequenceSlice(prompt, 0, range(executor.num_blocks), 1),)))
             for index, node in enumerate(trie.path(prompt)):
-                self.blocks[node] = bytes(executor.block_view(index))
+                self.blocks[node] = memoryview(bytearray(executor.block_bytes))
+                executor.read_block(index, self.blocks[node])
 
     def block(self, number):
-        return memoryview(self.blocks[number])
+        return self.blocks[number][:]
 
 
 class Collect:
@@ -174,6 +176,7 @@ class Served:
         )
         # A tie is where the faintest noise makes the choice: the margin of rounding, a ten thousandth of a logit.
         dice = torch.Generator().manual_seed(0)
+        logits = torch.as_tensor(logits)
         noisy = (logits + TIE * torch.randn(logits.shape, generator=dice) for _ in range(200))
         chosen = {sample(candidate, [row])[0].token_id for candidate in noisy}
         assert {expected[0][step], got[0][step]} <= chosen, f"another token at {step}"
@@ -234,6 +237,20 @@ def test_every_way_gives_the_same_tokens(served, eager, way, asked):
     assert any(guesses) == ("guessed" in way)
     assert all(guesses) or asked is seeded or "guessed" not in way
     assert bool(counted(metrics, "prefix_hits_total")) == ("prefix" in way)
+
+
+@pytest.mark.parametrize("way", ["batched", "preempted in chunks, two at a time", "with the prefix pool, guessed"])
+def test_on_the_executor_for_a_gpu_the_tokens_are_the_same(served, eager, monkeypatch, way):
+    """Here on the CPU: padded steps, logits that the next step overwrites, blocks that are copied in and out."""
+    wanted = [*requests(), *seeded(), *requests(grammar="start: /(ab|cd|[0-9])+/")]
+    expected = served.alone(wanted)
+    shape = {"block_tokens": BLOCK_TOKENS, "dtype": "f32", "device": "cpu", "kernel": "reference", "most_decoding": 12}
+    monkeypatch.setattr(
+        served, "executor", lambda blocks: CudaExecutor(served.config, served.tensors, num_blocks=blocks, **shape)
+    )
+    sinks, _ = served.serve(wanted, **({"max_running": 18} | WAYS[way]))
+    for request, answer, sink in zip(wanted, expected, sinks, strict=True):
+        served.assert_same(request, answer, sink.answer())
 
 
 def test_only_what_follows_the_registered_prompt_is_computed(served):

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tie.bones.batch import Batch, as_ints
+from tie.bones.blocks import HostBlocks
 from tie.bones.config import ModelConfig
 from tie.bones.errors import InputError, WeightsError
 from tie.bones.native import library
@@ -34,7 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
-class NativeExecutor:
+class NativeExecutor(HostBlocks):
     """Runs a model with the native library.
 
     Args:
