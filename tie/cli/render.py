@@ -167,7 +167,7 @@ def _keys_and_store(status: control_pb2.NodeStatus) -> list[tuple[str, str, str]
 def _recycles(status: control_pb2.NodeStatus) -> str:
     text = f"{status.recycles} recycle{'s' * (status.recycles != 1)}"
     if status.state in {control_pb2.STATE_DRAINING, control_pb2.STATE_RECYCLING}:
-        text += f", one of them ({status.last_recycle_reason}) under way"
+        text += f", one ({status.last_recycle_reason}) under way"
     elif status.last_recycle_s > 0:
         text += f", the last ({status.last_recycle_reason}) took {duration(status.last_recycle_s)}"
     if status.next_recycle_s > 0:
