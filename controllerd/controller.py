@@ -96,8 +96,9 @@ class Controller:
         """Withdraws the node until switched off again. Survives a restart of the controller, not one of the machine."""
         if on:
             self._flag.touch()
-            with contextlib.suppress(OSError):  # a full disk costs the words
-                self._flag.write_text(f"{reason}\n{word}")
+            if not self.mind.memory.maintenance:  # else the one that switched it on has said why
+                with contextlib.suppress(OSError):  # a full disk costs the words
+                    self._flag.write_text(f"{reason}\n{word}")
         else:
             self._flag.unlink(missing_ok=True)
         self.mind.set_maintenance(self.clock(), on=on, reason=reason, word=word)

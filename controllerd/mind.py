@@ -116,7 +116,7 @@ class Mind:
         if on:
             self._begin(now, Event.MAINTENANCE_ON, reason, None)
         else:
-            self._apply(now, Event.MAINTENANCE_OFF, reason)
+            self._apply(now, Event.MAINTENANCE_OFF, triggers.ASSET if reason == triggers.ASSET else triggers.OPERATOR)
 
     def told(self, now: float, *, heard: bool) -> None:
         """What became of `Tell`."""

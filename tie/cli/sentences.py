@@ -11,7 +11,6 @@ _STATES = {
     "draining": "busy, and takes no new requests",
     "recycling": "busy, and waits for a fresh runtime",
     "error": "OUT OF SERVICE",
-    "maintenance": "in maintenance",
     "initializing": "starting",
 }
 _PARTS = {
@@ -118,6 +117,8 @@ def _said(happening: control_pb2.Happening) -> str:
 
 def _state(happening: control_pb2.Happening) -> str:
     after, code = happening.after, happening.code
+    if after == "maintenance":
+        return "the node is in maintenance, and holds nothing private any more"
     text = f"the node is {_STATES.get(after, after)}: {why(code)}"
     others = [why(other) for other in happening.more if other != code]
     if others and after == "error":

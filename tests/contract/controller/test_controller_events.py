@@ -64,6 +64,8 @@ async def test_a_controller_that_died_says_so_and_knows_whose_maintenance_it_is(
     request = control_pb2.SetMaintenanceRequest(on=True, reason="disk swap, Ann")
     assert (await node.operator.SetMaintenance(request, timeout=5)).word == "disk swap, Ann"
     await node.until_state(MAINTENANCE)
+    # What exchanges the bundle of a node in maintenance does not make it its own.
+    await node.operator.SetMaintenance(control_pb2.SetMaintenanceRequest(on=True, reason="asset"), timeout=5)
     await kill_controller(node)
     await node.start_controller()
     status = await node.until_state(MAINTENANCE)

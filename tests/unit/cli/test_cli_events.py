@@ -116,6 +116,10 @@ NIGHT = [
         'an operator switched maintenance on ("disk swap, Ann"). `tie maintenance off` ends it.',
     ),
     (
+        happening("state", "maintenance", "recycling", "maintenance", ("maintenance",)),
+        "the node is in maintenance, and holds nothing private any more. `tie maintenance off` ends it.",
+    ),
+    (
         happening("maintenance", "on", before="asset"),
         "`tie assets activate` withdraws the node. `tie maintenance off` ends it, should it not end by itself.",
     ),
