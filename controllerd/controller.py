@@ -150,7 +150,8 @@ class Controller:
         cloudboard = self.cloudboard
         peers: dict[str, Seen] = {peer.name: peer for peer in (self.probe, self.gpu, self.owner, self.store)}
         peers["cloudboard"] = cloudboard
-        self.witness.look(peers, self.gpu, self.store.facts, cloudboard.keys, cloudboard.key_id)
+        keys = (cloudboard.keys, cloudboard.key_id)
+        self.witness.look(peers, self.gpu, self.store.facts, keys, moving=self.mind.moving)
         facts = Facts(
             self.probe.facts,
             self.gpu.facts,

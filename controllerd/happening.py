@@ -16,7 +16,7 @@ class Happening:
     - "recycled": one ended; "ok", or what went wrong. `seconds`: how long it took.
     - "runtime": "seen", or "in-error" and "starting" with the probe's words in `more`.
     - "settling": all gates hold, and have to for so many `seconds`; "hold".
-    - "peer": `after` is its name; "connected", "gone", "silent", "garbled" or "anew".
+    - "peer": `after` is its name; "connected", "gone", "left", "silent", "garbled", "anew".
     - "keys": of the key service; "silent", "answers" or "new-key".
     - "gpu": what gpuhealthd says; the first of its reasons, or "healthy".
     - "owner": the model owner was "asked-to-end".

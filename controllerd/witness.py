@@ -87,15 +87,23 @@ class Witness:
         """The controller has been asked to end, or asks itself because its socket has lost its file."""
         self._tell(Happening("controller", "stopped" if reachable else "socket-gone"))
 
-    def look(self, peers: Mapping[str, Seen], gpu: Judge, store_began: str | None, keys: str, key_id: str) -> None:
+    def look(
+        self,
+        peers: Mapping[str, Seen],
+        gpu: Judge,
+        store_began: str | None,
+        keys: tuple[str, str],
+        *,
+        moving: bool,
+    ) -> None:
         """Tells what has changed since the last look.
 
         Args:
             peers: by name.
             gpu: gpuhealthd.
             store_began: since when the cache store has held entries; None while it does not answer.
-            keys: what CloudBoard says of its key service: "answers", "silent", or nothing.
-            key_id: the key in use.
+            keys: what CloudBoard says of its key service: "answers", "silent", or nothing; and the key in use.
+            moving: a recycle is under way, so that the runtime's container is to end.
         """
         still_s = self._wake.take()
         if still_s:
@@ -103,13 +111,14 @@ class Witness:
         for name, peer in peers.items():
             if self._known.setdefault(name, False) != peer.connected:
                 self._known[name] = peer.connected
-                self._tell(Happening("peer", "connected" if peer.connected else peer.lost or "gone", after=name))
+                lost = "left" if moving and name == "probe" else peer.lost or "gone"
+                self._tell(Happening("peer", "connected" if peer.connected else lost, after=name))
         if store_began is not None and store_began != self._store_began:
             if self._store_began is not None:
                 self._tell(Happening("peer", "anew", after="store"))
             self._store_began = store_began
         self._look_at_gpu(gpu)
-        self._look_at_keys(keys, key_id)
+        self._look_at_keys(*keys)
         self._look_at_disk()
 
     def _look_at_gpu(self, gpu: Judge) -> None:

@@ -22,6 +22,7 @@ _PARTS = {
 }
 _LOST = {
     "gone": "has ended: its connection broke",
+    "left": "has ended, as it was to",
     "silent": "is silent: it hangs, or was stopped",
     "garbled": "says what makes no sense",
     "connected": "answers",

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from controller_states import AVAILABLE, ERROR, MAINTENANCE
+from controller_states import AVAILABLE, ERROR, MAINTENANCE, eventually
 from tie.proto import cloudboard_pb2, control_pb2
 
 
@@ -58,6 +58,19 @@ async def test_what_is_no_reason_is_refused(node: Any, word: str) -> None:
         [step async for step in node.operator.Recycle(control_pb2.RecycleRequest(reason=word), timeout=5)]
     status = await node.status()
     assert (status.state, status.recycles, status.maintenance) == (AVAILABLE, 0, False)
+
+
+async def test_a_container_that_ends_in_a_recycle_has_not_died(node: Any) -> None:
+    node.probe.replace = False
+    call = node.operator.Recycle(control_pb2.RecycleRequest(), timeout=30)
+    await eventually(lambda: len(node.probe.recycles) == 1)
+    await node.probe.kill()
+    assert (await until_told(node, "peer", "left")).after == "probe"
+    node.probe.fresh()
+    await node.probe.start()
+    assert [step async for step in call][-1].finished
+    await node.probe.kill()
+    await until_told(node, "peer", "gone")
 
 
 async def test_a_controller_that_died_says_so_and_knows_whose_maintenance_it_is(node: Any) -> None:

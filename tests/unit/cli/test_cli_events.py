@@ -68,6 +68,10 @@ NIGHT = [
         "the runtime's container has ended: its connection broke (12 times since ",
     ),
     (
+        happening("peer", "left", after="probe"),
+        "the runtime's container has ended, as it was to",
+    ),
+    (
         happening("peer", "silent", after="owner"),
         (
             "the model owner, which holds the weights, is silent: it hangs, or was stopped. "
