@@ -30,7 +30,7 @@ from tie.runtime.service import RuntimeService
 _STOP_S = 10.0
 
 
-class _Sink:
+class Sink:
     """Notes each event with its time; the event loop hears of the last one only."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class EngineTarget:
 
     async def generate(self, request: runtime_pb2.GenerateRequest, heard: Heard) -> Usage:
         """The same for a request that is made already."""
-        sink = _Sink()
+        sink = Sink()
         job = self._engine.submit(check(request, self._engine.bounds), sink)
         try:
             await sink.over.wait()

@@ -1,4 +1,6 @@
-"""What a fuzzer throws bytes at: everything that reads what another process wrote on the way of a KV cache; the proxy.
+"""What a fuzzer throws bytes at: everything that reads what another process wrote, or another machine.
+
+Here are those on the way of a KV cache; the others have modules of their own.
 
 Each target takes any bytes, and raises only when the code under it does what it must not. Expected errors are the
 answer to nearly all inputs; what is let through is checked for being what it claims to be.
@@ -15,7 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fuzz_entry import entry
+from fuzz_envelope import envelope
+from fuzz_frames import frames_
+from fuzz_http import http
 from fuzz_proxy import proxy
+from fuzz_requests import proto, request, template
 
 from kvxfer import doorbell, seals
 from kvxfer.buffer import ConsumerBuffer
@@ -233,4 +239,10 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "reply": reply,
     "entry": entry,
     "proxy": proxy,
+    "http": http,
+    "frames": frames_,
+    "envelope": envelope,
+    "proto": proto,
+    "request": request,
+    "template": template,
 }

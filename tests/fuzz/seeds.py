@@ -4,6 +4,7 @@ import json
 
 from fuzz_entry import FORMAT
 from fuzz_targets import CORPUS, EXPECTED, INDICES, PAGE
+from seeds_of_requests import seeds_of_requests
 
 from kvxfer.header import Header
 from tie.proto import store_pb2
@@ -102,6 +103,7 @@ def seeds() -> dict[str, list[bytes]]:
             b"\2" + json.dumps({"model": "m", **_PROMPT}).encode(),
             *(flags + text for text in _WRITTEN for flags in (b"\1", b"\3", b"\x0d")),
         ],
+        **seeds_of_requests(),
     }
 
 

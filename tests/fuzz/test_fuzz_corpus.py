@@ -9,7 +9,13 @@ import pytest
 
 from kvxfer import transfer
 from kvxfer.header import Header
+from tie.app import prompt
+from tie.assets.marking import Marker
+from tie.cloudboard.uploads import Upload
+from tie.device import errors
 from tie.device.proxy import tool_calls
+from tie.envelope import stream
+from tie.envelope.frames import FrameSplitter
 from tie.store import client
 from tie.store.entries import Entries
 from tie.warden.entry import Opener
@@ -74,6 +80,12 @@ BREAKS = {
     "reply": (client.seals, "require", leave),
     "entry": (Opener, "_open", open_without_wiping),
     "proxy": (tool_calls, "_unsure", lambda _: 0),
+    "http": (Upload, "drop", leave),
+    "frames": (FrameSplitter, "feed", lambda *_: []),
+    "envelope": (stream.Opener, "open", lambda _, ciphertext, **__: ciphertext[:-16]),
+    "proto": (errors, "from_done", leave),
+    "request": (prompt, "check_options", leave),
+    "template": (Marker, "mark", lambda _, text, *__, **___: text),
 }
 
 

@@ -5,24 +5,15 @@ forbids shows in no other test. The client is the installed one.
 """
 
 import json
-import os
 import secrets
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
+from installed_node import BACK_S, CONTAINERS, INSTALLED, PYTHON, available, running
+
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-TIE = str(Path(sys.executable).with_name("tie"))  # of this checkout's environment, which the machine sees as well
-INSTALLED = "/opt/tie/bin/tie"
-# As it comes; where it may take longer, with a root of its own for all that can have one.
-CONTAINERS: tuple[str, ...] = ()
-if os.environ.get("TIE_SLOW") == "1":
-    CONTAINERS = ("--container=app", "--container=afm-runtime", "--container=model-owner")
-START_S = 180.0
-BACK_S = 120.0
 SAVED_S = 30.0
 SAVED = "app.conversation-saved"
 UNUSED = "app.cache-unused"
@@ -47,20 +38,11 @@ print(json.dumps({"text": result.text, "prompt": result.prompt_tokens, "cached":
 """
 
 
-def available(machine) -> bool:
-    done = machine.run(INSTALLED, "status", "--json", check=False)
-    return done.returncode == 0 and json.loads(done.stdout)["state"] == "available"
-
-
 @pytest.fixture(scope="module")
-def node(bare_machine, wait):
+def node(bare_machine):
     """The machine with a node that is available; afterwards it is as it was."""
-    bare_machine.run(TIE, "install", "--demo", "--start", *CONTAINERS, timeout=START_S + 300)
-    try:
-        wait("the node to be available", lambda: available(bare_machine), START_S)
+    with running(bare_machine, *CONTAINERS):
         yield bare_machine
-    finally:
-        bare_machine.run(TIE, "uninstall", "--purge", timeout=180)
 
 
 @pytest.fixture
@@ -75,7 +57,7 @@ def say(node, wait):
         asked = json.dumps({"messages": messages, "turn_key": turn_key})
 
         def answered() -> bool:
-            ended.append(node.run("/opt/tie/bin/python", "-c", _TURN, stdin=asked, check=False))
+            ended.append(node.run(PYTHON, "-c", _TURN, stdin=asked, check=False))
             assert ended[-1].returncode in (0, 75), ended[-1].stderr  # busy: CloudBoard hears of a recycle's end later
             return ended[-1].returncode == 0
 

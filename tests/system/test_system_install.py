@@ -6,26 +6,18 @@ Each test stands on its own (fixtures bring the machine to where it begins), and
 import json
 import os
 import secrets
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from installed_node import BACK_S, CONTAINERS, INSTALLED, MODEL, START_S, TIE, available, status
+
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
-# As it comes; where it may take longer, with a root of its own for all that can have one.
-CONTAINERS: tuple[str, ...] = ()
-if os.environ.get("TIE_SLOW") == "1":
-    CONTAINERS = ("--container=app", "--container=afm-runtime", "--container=model-owner")
-TIE = str(Path(sys.executable).with_name("tie"))  # of this checkout's environment, which the machine sees as well
-INSTALLED = "/opt/tie/bin/tie"
 SLOW = pytest.mark.skipif(os.environ.get("TIE_SLOW") != "1", reason="takes a minute: TIE_SLOW=1")
-MODEL = "smollm2-135m-instruct"
-START_S = 180.0
-BACK_S = 120.0
 # What systemd and the base system keep there for themselves.
 _NOT_OURS = (
     r"^/(run/(systemd|log|udev|lock|dbus|user|credentials|host|motd.*|utmp|tie/root)|etc/(passwd|group|g?shadow)-"
@@ -63,11 +55,6 @@ def processes(machine) -> set[str]:
     """The accounts that processes of a node belong to, and their programs."""
     lines = listed(machine, "ps -eo user:32=,args=")
     return {line for line in lines if line.startswith(("tie-", "ta", "tj"))}
-
-
-def available(machine) -> bool:
-    done = machine.run(INSTALLED, "status", "--json", check=False)
-    return done.returncode == 0 and json.loads(done.stdout)["state"] == "available"
 
 
 def try_to_ask(machine, prompt: str = "The capital of France is", tokens: int = 8):
@@ -201,10 +188,7 @@ def test_a_death_is_mended(node, wait, unit):
 
 def test_a_node_that_is_held_out_of_service_stays_there_when_its_controller_dies(node, wait):
     def at_rest() -> bool:
-        return (
-            json.loads(node.run(INSTALLED, "status", "--json", check=False).stdout or "{}").get("state")
-            == "maintenance"
-        )
+        return status(node).get("state") == "maintenance"
 
     node.run(INSTALLED, "maintenance", "on")
     wait("the node to be at rest", at_rest, BACK_S)
@@ -273,28 +257,38 @@ def test_another_version_loses_no_request_of_four_clients(node):
     assert ask(node)["text"]
 
 
+def traces(machine, secret: str) -> tuple[set[str], set[str], set[str]]:
+    """Cores that are newer than the marker; files that hold the secret, and lines of the journal that do."""
+    machine.run("journalctl", "--sync", check=False)
+    changed = "find / /run /tmp /dev/shm /var/tmp -xdev -newer /run/marker -type f"
+    return (
+        listed(machine, f"{changed} -name 'core*' -size +4k"),
+        listed(machine, f"{changed} ! -path '*/log/journal/*' -print0 | xargs -0 -r grep -la {secret}; true"),
+        listed(machine, f"journalctl --no-pager | grep -a {secret}; true"),
+    )
+
+
 @SLOW
 @pytest.mark.parametrize("unit", ["tie-cloud-app@*.service", "tie-afm-runtime.service", "tie-model-owner.service"])
 def test_a_crash_leaves_no_core_and_nothing_of_a_prompt(node, wait, unit):
     secret = f"hippogriff{secrets.token_hex(8)}"
     node.run("touch", "/run/marker")
+    # What is looked for would be found.
+    node.run("sh", "-c", f"echo {secret} >/run/core-planted; head -c 8192 /dev/zero >>/run/core-planted")
+    node.run("systemd-cat", "echo", secret)
+    wait("the search to find what is there", lambda: list(map(len, traces(node, secret))) == [1, 1, 1])
+    node.run("rm", "/run/core-planted")
+    secret = f"hippogriff{secrets.token_hex(8)}"
     asking = threading.Thread(target=try_to_ask, args=(node, f"Tell me a long story of {secret}.", 400))
     asking.start()
-    wait("the request to run", lambda: running_requests(node) > 0)
-    node.run("systemctl", "kill", "--kill-who=all", "--signal=SEGV", unit)
+    wait("the request to run", lambda: status(node).get("in_flight", 0) > 0)
+    # It fails where some are gone before it has come to them.
+    node.run("systemctl", "kill", "--kill-who=all", "--signal=SEGV", unit, check=False)
+    wait("systemd to say what ended it", lambda: "status=11/SEGV" in node.journal(unit))
     asking.join()
     wait("the node to come back", lambda: available(node), BACK_S)
-    node.run("journalctl", "--sync", check=False)
-    changed = "find / /run /tmp /dev/shm /var/tmp -xdev -newer /run/marker -type f"
-    assert listed(node, f"{changed} -name 'core*' -size +4k") == set()
-    assert listed(node, f"{changed} -print0 | xargs -0 -r grep -la {secret}; true") == set()
-    assert listed(node, f"journalctl --no-pager | grep -a {secret}; true") == set()
+    assert traces(node, secret) == (set(), set(), set())
     node.run("rm", "/run/marker")
-
-
-def running_requests(machine) -> int:
-    """Requests that CloudBoard has on the node."""
-    return json.loads(machine.run(INSTALLED, "status", "--json", check=False).stdout)["in_flight"]
 
 
 def test_a_stop_leaves_nothing(installed, wait):

@@ -28,7 +28,7 @@ def test_gpuhealthd_becomes_ready_and_comes_back_after_a_kill(machine, wait):
     assert first["ActiveState"] == "active", "Type=notify: systemctl start waits for READY"
     socket = machine.run("stat", "-c", "%a %U %G", "/run/tie/gpuhealth/gpuhealth.sock").stdout.split()
     assert socket == ["660", "tie-gpuhealth", "tie-edge-gpuhealth"]
-    machine.run("systemctl", "kill", "-s", "KILL", "gpuhealthd.service")
+    machine.run("systemctl", "kill", "--kill-who=main", "-s", "KILL", "gpuhealthd.service")
 
     def back() -> bool:
         now = machine.show("gpuhealthd.service", "ActiveState", "MainPID")

@@ -83,6 +83,8 @@ class Conversation:
             StoreError: the store is gone.
         """
         store = self._store = StoreClient(self._store_path, timeout=self._timeout)
+        if not self.lasting:
+            return  # nothing has been filed under a key as new as the request
         try:
             head = StoredEntry.fetch(store, self._key.index(), self._key, Kind.HEAD, self._format)
             if head is None:

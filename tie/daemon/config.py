@@ -14,8 +14,9 @@ from tie.daemon.sockets import Sockets
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
-# Every size that a frame on the app's socket may have.
-DEFAULT_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# Every size that a frame on the app's socket may have. The smallest holds what a tick gathers of a fast answer, or else
+# sizes would tell long tokens from short ones; and the fewer there are, the less the larger ones tell.
+DEFAULT_BUCKETS = (256, 1024, 4096, 16384)
 SMALLEST_TOP_BUCKET = 1024  # below, a `done` with all its choices would not fit
 LARGEST_BUCKET = 1024 * 1024
 

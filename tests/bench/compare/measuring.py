@@ -26,8 +26,9 @@ def job() -> dict[str, Any]:
 def report(name: str, job: dict[str, Any], generate: Generate) -> None:
     """Measures, and prints what came out: tokens a second for each task, one value for each round.
 
-    Of prompts: their tokens by the time to the first token of each. Of answers: tokens after the first, by the time
-    that they add to that.
+    Of prompts: their tokens by the time to the first token of each. Of answers: the tokens of the second half of ones
+    twice as long, by the time that they add to the first half. By then all prompts are through: how an engine shares a
+    step between some prompts and others' answers is not what is measured.
     """
 
     def seconds(prompts: Sequence[Sequence[int]], tokens: int) -> float:
@@ -38,13 +39,14 @@ def report(name: str, job: dict[str, Any], generate: Generate) -> None:
     results = {}
     for task in job["tasks"]:
         prompts, tokens = task["prompts"], task["tokens"]
-        seconds(prompts, 1 + tokens)  # warms up: all of it, or what is mapped but not read yet counts
+        seconds(prompts, max(1, tokens))  # warms up: all of it, or what is mapped but not read yet counts
         if tokens == 0:
             total = sum(map(len, prompts))
             results[task["name"]] = [total / seconds(prompts, 1) for _ in range(job["rounds"])]
         else:
-            first = statistics.median(seconds(prompts, 1) for _ in range(2))
-            times = [seconds(prompts, 1 + tokens) - first for _ in range(job["rounds"])]
+            halves = [(seconds(prompts, tokens), seconds(prompts, 2 * tokens)) for _ in range(job["rounds"])]
+            half = statistics.median(first for first, _ in halves)
+            times = [whole - half for _, whole in halves]
             results[task["name"]] = [len(prompts) * tokens / taken for taken in times]
     # The marker tells the result from whatever an engine prints.
     print("RESULT " + json.dumps({"name": name, "tasks": results}), flush=True)

@@ -13,7 +13,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     import vllm  # reads the environment when it is imported
 
-    longest = max(len(task["prompts"][0]) + task["tokens"] + 1 for task in asked["tasks"])
+    longest = max(len(task["prompts"][0]) + 2 * task["tokens"] + 1 for task in asked["tasks"])
     model = vllm.LLM(
         model=asked["hf"],
         skip_tokenizer_init=True,

@@ -139,7 +139,7 @@ async def test_done_is_sent_once():
     with pytest.raises(RuntimeError):
         await line.sender.done(Outcome(app_pb2.STATUS_OK))
     sizes, _ = await line.received()
-    assert sizes == [64]
+    assert sizes == [DEFAULT_BUCKETS[0]]
     await line.close()
 
 

@@ -38,8 +38,9 @@ TIE_INLINE void score_block(AttentionScratch& s, int query, const uint16_t* keys
   for (int n = 0; n < N; ++n) {
     float* scores = &s.scores[query + n][column];
     store(scores, sums[n]);
-    for (int i = 0; i < kBlockTokens; ++i)
-      if (first + i < s.first_key[query + n] || first + i > s.last_key[query + n]) scores[i] = kNever;
+    const int from = s.first_key[query + n] - first, to = s.last_key[query + n] - first;
+    if (from > 0 || to < kBlockTokens - 1)
+      for (int i = 0; i < kBlockTokens; ++i) scores[i] = i < from || i > to ? kNever : scores[i];
   }
 }
 
