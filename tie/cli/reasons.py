@@ -49,6 +49,7 @@ WORDS: Final = {
     "gpu-stale": "what gpuhealthd knows of the hardware is too old",
     "probe-starting": "gpuhealthd has not looked at the hardware yet",
     "probe-gone": "gpuhealthd's prober has ended, and is started again",
+    "recovering": "it is well again, and has to stay so for a while",
     "probe-hung": "gpuhealthd's prober hangs in a call to the driver",
     "probe-garbled": "gpuhealthd's prober says what makes no sense",
     "cloudboard-gone": "CloudBoard does not answer",

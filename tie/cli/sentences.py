@@ -36,6 +36,8 @@ _TO_DO = {
     "gpu-unavailable": "`tie gpu` says what is wrong with the hardware, and what would mend it",
     "owner-failed": "The model owner's log says why: look at the bundle and at [owner] in node.toml",
 }
+# What gpuhealthd says of the hardware, and mends by itself.
+_HEALS = frozenset({"probe-starting", "probe-gone", "recovering"})
 _LETTERS = 8  # of a runtime's instance: enough to tell one from another
 
 
@@ -147,7 +149,11 @@ def _controller(code: str, seconds: str) -> str:
 
 
 def _ending(happening: control_pb2.Happening) -> str:
+    reasons = set(happening.more) - {"gpu-unavailable"}
+    heals = bool(reasons) and reasons <= _HEALS
     match happening.kind, happening.code:
+        case "state", "gpu-unavailable" if heals and happening.after == "error":
+            return _RETURNS
         case "state", code if happening.after == "error":
             return next((_TO_DO[one] for one in (code, *happening.more) if one in _TO_DO), _RETURNS)
         case "state", _ if happening.after == "maintenance":
@@ -171,6 +177,8 @@ def _ending(happening: control_pb2.Happening) -> str:
             return _NOTHING
         case "keys", _:
             return f"{_NOTHING}: a watchdog ends it, and it is started again"
+        case "gpu", _ if heals:
+            return _RETURNS
         case "gpu", code if code != "healthy":
             return "`tie gpu` says what would mend it"
         case "maintenance", "on":

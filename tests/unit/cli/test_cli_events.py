@@ -109,6 +109,20 @@ NIGHT = [
         ),
     ),
     (
+        happening("state", "gpu-unavailable", "available", "error", ("gpu-unavailable", "probe-gone")),
+        (
+            "the node is OUT OF SERVICE: gpuhealthd calls the hardware unfit (also: gpuhealthd's prober has ended, and "
+            "is started again). Nothing to do: it returns by itself, or says that it gives up."
+        ),
+    ),
+    (
+        happening("gpu", "recovering", more=("recovering", "xid-79")),
+        (
+            "gpuhealthd reports: it is well again, and has to stay so for a while; xid-79. "
+            "`tie gpu` says what would mend it."
+        ),
+    ),
+    (
         happening("keys", "silent"),
         (
             "the key service (tie-kps) does not answer: no request can be opened, users are told to try again. "
