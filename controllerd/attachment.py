@@ -6,6 +6,7 @@ from the first acknowledgement until the stream breaks or an acknowledgement sta
 
 import asyncio
 import contextlib
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from controllerd.peers import translated
-from controllerd.signals import Bell
+from controllerd.peers import manner, translated
+from controllerd.signals import Watching
 from tie.daemon import log, rpc
 from tie.daemon.errors import PeerDiedError, PeerError, PeerTimeoutError, ProtocolError
 from tie.proto import cloudboard_pb2 as pb
@@ -22,6 +23,9 @@ from tie.proto import cloudboard_pb2_grpc
 
 _MISSED_HEARTBEATS = 3
 _PAUSE_S = 0.2
+_KEY_ID = re.compile(r"[0-9a-f]{0,64}")
+
+_KEYS = {pb.KEY_SERVICE_ANSWERS: "answers", pb.KEY_SERVICE_SILENT: "silent"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +45,30 @@ class Attachment:
         attached: an acknowledgement has come on the running stream.
         in_force: the state that CloudBoard has acknowledged last; None while not attached.
         in_flight: requests that CloudBoard still has on this node.
+        keys: what CloudBoard says of its key service: "answers", "silent", or nothing.
+        key_id: the key that devices seal to, in hexadecimal; the last that was heard of.
+        lost: how it was lost last: "gone", "silent", "garbled"; or empty.
     """
 
-    def __init__(self, path: Path, node_id: str, heartbeat_s: float, bell: Bell) -> None:
+    def __init__(self, path: Path, node_id: str, watching: Watching) -> None:
         self.attached = False
         self.in_force: int | None = None
         self.in_flight = 0
+        self.keys = self.key_id = self.lost = ""
         self._path = path
         self._node_id = node_id
-        self._heartbeat_s = heartbeat_s
-        self._silence_s = heartbeat_s * _MISSED_HEARTBEATS
-        self._bell = bell
+        self._heartbeat_s = watching.heartbeat_s
+        self._silence_s = watching.heartbeat_s * _MISSED_HEARTBEATS
+        self._bell = watching.bell
+        self._wake = watching.wake
         self._report = Report(pb.STATE_INITIALIZING)
         self._dirty = asyncio.Event()
         self._heard: float | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the node is attached."""
+        return self.attached
 
     @property
     def age_s(self) -> float:
@@ -76,7 +90,9 @@ class Attachment:
                     async with translated():
                         await self._session(stub)
                 except PeerError as error:
-                    self._detach(error)
+                    self.in_force = None
+                    if not self._wake.excuses(self._silence_s):
+                        self._detach(error)
                 await asyncio.sleep(_PAUSE_S)
 
     async def _session(self, stub: "cloudboard_pb2_grpc.CloudBoardAsyncStub") -> None:
@@ -126,16 +142,20 @@ class Attachment:
             if not isinstance(ack, pb.NodeAck):
                 return
             state = stream.acknowledge(ack.number)
+            if not _KEY_ID.fullmatch(ack.key_id):
+                raise ProtocolError("impossible key id")
             if not self.attached:
                 log.event("cloudboard.attached", node_id=self._node_id)
             self.attached, self.in_force, self.in_flight = True, state, ack.in_flight
+            self.keys, self.key_id = _KEYS.get(ack.keys, ""), ack.key_id or self.key_id
             self._heard = time.monotonic()
             self._bell.ring()
 
     def _detach(self, error: PeerError) -> None:
         if self.attached:
             log.failure("cloudboard.detached", error, node_id=self._node_id)
-        self.attached, self.in_force, self.in_flight = False, None, 0
+            self.lost = manner(error)
+        self.attached, self.in_force, self.in_flight, self.keys = False, None, 0, ""
         self._bell.ring()
 
 

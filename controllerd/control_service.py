@@ -8,16 +8,17 @@ import grpc
 
 from controllerd import triggers
 from controllerd.controller import Controller
+from controllerd.journal import MAX_WORD, messages
 from controllerd.recycle import RecycleRecord
 from controllerd.states import State
-from controllerd.status import STATES, essence, happenings, node_status
+from controllerd.status import STATES, essence, node_status
 from tie.daemon.errors import PeerError, PeerTimeoutError
 from tie.proto import cloudboard_pb2, control_pb2_grpc
 from tie.proto import control_pb2 as pb
 
 _LONGEST_DRAIN_S = 3600.0
 _ANNOUNCE_S = 5.0  # until CloudBoard acknowledges what it was told
-_REASONS = frozenset({triggers.OPERATOR, triggers.ASSET})
+_CODES = frozenset({"", triggers.OPERATOR, triggers.ASSET})  # reasons that are codes; all else is an operator's words
 
 
 class NodeControl(control_pb2_grpc.NodeControlServicer):
@@ -54,10 +55,9 @@ class NodeControl(control_pb2_grpc.NodeControlServicer):
         self, request: pb.RecycleRequest, context: Any
     ) -> AsyncIterator[pb.RecycleProgress]:
         """Starts a recycle, or joins the one under way, and tells how it goes. It goes on when the caller leaves."""
-        del context
-        reason = request.reason if request.reason in _REASONS else triggers.OPERATOR
+        reason, word = await _wanted(request.reason, triggers.OPERATOR, context)
         drain_s = min(request.drain_deadline_ms / 1000, _LONGEST_DRAIN_S) if request.drain_deadline_ms else None
-        recycle = self._controller.request_recycle(reason, drain_s)
+        recycle = self._controller.request_recycle(reason, drain_s, word)
         shown: tuple[Any, ...] | None = None
         while True:
             progress = self._progress(recycle)
@@ -76,8 +76,8 @@ class NodeControl(control_pb2_grpc.NodeControlServicer):
         self, request: pb.SetMaintenanceRequest, context: Any
     ) -> pb.NodeStatus:
         """Withdraws the node, or lets it return. Answered at once: watch the status for the state "maintenance"."""
-        del context
-        self._controller.set_maintenance(on=request.on)
+        reason, word = await _wanted(request.reason, triggers.MAINTENANCE, context)
+        self._controller.set_maintenance(on=request.on, reason=reason, word=word)
         return node_status(self._controller)
 
     async def Warm(  # noqa: N802 (generated name)
@@ -98,7 +98,7 @@ class NodeControl(control_pb2_grpc.NodeControlServicer):
     ) -> pb.Happenings:
         """What happened to the node lately, and why."""
         del context
-        return happenings(self._controller, request.last)
+        return messages(list(self._controller.journal.entries)[-request.last :], self._controller.clock())
 
     def _announced(self) -> bool:
         controller = self._controller
@@ -118,4 +118,15 @@ class NodeControl(control_pb2_grpc.NodeControlServicer):
             in_flight=controller.cloudboard.in_flight,
             finished=recycle.finished,
             error=recycle.error,
+            cut=recycle.cut,
         )
+
+
+async def _wanted(reason: str, otherwise: str, context: Any) -> tuple[str, str]:
+    """The code for what an operator gave as a reason, and the words, if it is words. What is no reason is refused."""
+    if reason in _CODES:
+        return (reason if reason == triggers.ASSET else otherwise), ""
+    if len(reason) > MAX_WORD or not reason.isprintable():
+        text = f"a reason is one printable line of {MAX_WORD} characters at most"
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+    return otherwise, reason

@@ -5,23 +5,26 @@ least every `_LOOK_S`, carries out its commands, and says to CloudBoard, the log
 """
 
 import asyncio
-import time
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 from controllerd.attachment import Attachment, Report
-from controllerd.facts import Facts, Gpu, Owner, Runtime, gpu_of, owner_of, runtime_of
-from controllerd.journal import Journal
-from controllerd.mind import Command, EndOwner, Happening, Mind, Warm
-from controllerd.peers import GpuPeer, OwnerPeer, ProbePeer
+from controllerd.chronicle import Chronicle
+from controllerd.clock import Wakefulness, boottime
+from controllerd.facts import Facts, Gpu, Owner, Runtime, gpu_of, owner_of, runtime_of, store_of
+from controllerd.journal import MAX_WORD, NAME, Journal
+from controllerd.mind import Command, EndOwner, Mind, Warm
+from controllerd.peers import GpuPeer, OwnerPeer, ProbePeer, StorePeer
 from controllerd.recycle import RecycleRecord, Tell
 from controllerd.recycle_timer import RecycleTimer
-from controllerd.signals import Bell
+from controllerd.signals import Bell, Watching
 from controllerd.states import State
+from controllerd.triggers import ASSET, MAINTENANCE
+from controllerd.witness import Seen, Witness
 from tie.daemon import log
 from tie.daemon.config import NodeConfig
 from tie.daemon.errors import PeerDiedError, PeerError
-from tie.daemon.notify import notify
 from tie.proto import cloudboard_pb2
 
 _LOOK_S = 0.25
@@ -40,11 +43,6 @@ _REPORTED = {
 }
 
 
-def boottime() -> float:
-    """Seconds since boot, time asleep included: a suspended machine still holds what it served."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 class Controller:
     """The node's supervisor.
 
@@ -56,50 +54,54 @@ class Controller:
     Attributes:
         mind: what has been decided, and why.
         journal: what has happened.
+        witness: sees what is around.
     """
 
     def __init__(
         self, config: NodeConfig, clock: Callable[[], float] = boottime, timer: RecycleTimer | None = None
     ) -> None:
         sockets = config.sockets
-        heartbeat = config.controller.heartbeat_s
         self.config = config
         self.clock = clock
         self.bell = Bell()
-        self.journal = Journal(sockets.control.with_name("events.json"), clock)
-        self.mind = Mind(config.controller, clock(), self._happened, timer)
-        self.probe: ProbePeer[Runtime] = ProbePeer("probe", sockets.probe, heartbeat, runtime_of, self.bell)
+        self.journal = Journal(sockets.control.with_name(NAME), clock)
+        wake, tell = Wakefulness(clock), Chronicle(self.journal, self.bell)
+        self.witness = Witness(tell, clock, wake, sockets.control.parent)
+        self.mind = Mind(config.controller, clock(), tell, timer)
+        watching = Watching(config.controller.heartbeat_s, self.bell, wake)
+        self.probe: ProbePeer[Runtime] = ProbePeer("probe", sockets.probe, runtime_of, watching)
         self.gpu: GpuPeer[Gpu] = GpuPeer(
             "gpuhealthd",
             sockets.gpuhealth,
-            heartbeat,
             lambda message: gpu_of(message, config.gpuhealth.stale_after_s),
-            self.bell,
+            watching,
         )
-        self.owner: OwnerPeer[Owner] = OwnerPeer("owner", sockets.owner_control, heartbeat, owner_of, self.bell)
-        self.cloudboard = Attachment(sockets.node, config.node_id, heartbeat, self.bell)
-        self._known: dict[str, bool] = {}  # which peers were connected at the last look
-        self._gpu_said: tuple[str, ...] | None = None
+        self.owner: OwnerPeer[Owner] = OwnerPeer("owner", sockets.owner_control, owner_of, watching)
+        self.store: StorePeer[str] = StorePeer("store", sockets.store_control, store_of, watching)
+        self.cloudboard = Attachment(sockets.node, config.node_id, watching)
         self._failing: set[type[Command]] = set()
         self._tasks = asyncio.TaskGroup()
         self._flag: Path = sockets.control.parent / "maintenance"
 
     # ---- what operators ask for ----
 
-    def request_recycle(self, reason: str, drain_s: float | None = None) -> RecycleRecord:
+    def request_recycle(self, reason: str, drain_s: float | None = None, word: str = "") -> RecycleRecord:
         """Starts a recycle, or joins the one that is under way."""
-        record = self.mind.request_recycle(self.clock(), reason, drain_s)
+        record = self.mind.request_recycle(self.clock(), reason, drain_s, word)
         self._report()
         self.bell.ring()
         return record
 
-    def set_maintenance(self, *, on: bool) -> None:
+    def set_maintenance(self, *, on: bool, reason: str = MAINTENANCE, word: str = "") -> None:
         """Withdraws the node until switched off again. Survives a restart of the controller, not one of the machine."""
         if on:
             self._flag.touch()
+            if not self.mind.memory.maintenance:  # else the one that switched it on has said why
+                with contextlib.suppress(OSError):  # a full disk costs the words
+                    self._flag.write_text(f"{reason}\n{word}")
         else:
             self._flag.unlink(missing_ok=True)
-        self.mind.set_maintenance(self.clock(), on=on)
+        self.mind.set_maintenance(self.clock(), on=on, reason=reason, word=word)
         self._report()
         self.bell.ring()
 
@@ -120,12 +122,14 @@ class Controller:
 
     async def run(self) -> None:
         """Supervises for ever; cancel to end."""
+        self.witness.begin(self.journal, self.mind)
         async with self._tasks as group:  # a bug in any of them ends the daemon, and systemd starts it afresh
-            for peer in (self.probe, self.gpu, self.owner, self.cloudboard):
+            for peer in (self.probe, self.gpu, self.owner, self.store, self.cloudboard):
                 group.create_task(peer.run())
             if self._flag.exists():
                 # Whether the runtime was already recycled for it is not known: once too often is safe.
-                self.set_maintenance(on=True)
+                reason, word = self._noted()
+                self.set_maintenance(on=True, reason=reason, word=word)
             while True:
                 before = self.mind.state
                 self._look()
@@ -134,9 +138,20 @@ class Controller:
                 else:
                     await asyncio.sleep(_SHOWN_S)
 
+    def _noted(self) -> tuple[str, str]:
+        """Why maintenance was switched on under an earlier controller, and an operator's word for it."""
+        with contextlib.suppress(OSError, UnicodeDecodeError), self._flag.open() as file:
+            reason, _, word = file.read(2 * MAX_WORD).partition("\n")
+            if word.isprintable():
+                return ASSET if reason == ASSET else MAINTENANCE, word[:MAX_WORD]
+        return MAINTENANCE, ""
+
     def _look(self) -> None:
         cloudboard = self.cloudboard
-        self._notice_peers()
+        peers: dict[str, Seen] = {peer.name: peer for peer in (self.probe, self.gpu, self.owner, self.store)}
+        peers["cloudboard"] = cloudboard
+        keys = (cloudboard.keys, cloudboard.key_id)
+        self.witness.look(peers, self.gpu, self.store.facts, keys, moving=self.mind.moving)
         facts = Facts(
             self.probe.facts,
             self.gpu.facts,
@@ -144,6 +159,7 @@ class Controller:
             cloudboard.attached,
             busy_acknowledged=cloudboard.in_force == cloudboard_pb2.STATE_BUSY,
             in_flight=cloudboard.in_flight,
+            keys=cloudboard.keys != "silent",
         )
         for command in self.mind.look(self.clock(), facts):
             self._tasks.create_task(self._carry_out(command))
@@ -194,58 +210,7 @@ class Controller:
         finally:
             self.mind.warmed(instance, done=done)
 
-    # ---- what is said about it ----
-
-    def _notice_peers(self) -> None:
-        """Notes which peers came and went, and what the hardware's judge says."""
-        for name, connected in (
-            ("probe", self.probe.connected),
-            ("gpuhealthd", self.gpu.connected),
-            ("owner", self.owner.connected),
-            ("cloudboard", self.cloudboard.attached),
-        ):
-            if self._known.setdefault(name, False) != connected:
-                self._known[name] = connected
-                self._happened(Happening("peer", "connected" if connected else "gone", after=name))
-        message = self.gpu.message
-        said = tuple(message.reasons) if message is not None and self.gpu.connected else None
-        if said is not None and said != self._gpu_said:
-            if said or self._gpu_said:
-                self._happened(Happening("gpu", said[0] if said else "healthy", more=said))
-            self._gpu_said = said
-
-    def _happened(self, happening: Happening) -> None:
-        self.journal.add(happening)
-        reason = ",".join((happening.code, *happening.more))[:160]
-        match happening.kind:
-            case "state":
-                before, after = happening.before, happening.after
-                log.event("node.transition", reason=happening.code, from_state=before, to_state=after)
-                notify(f"STATUS={after} ({happening.code})")
-            case "runtime":
-                log.event("runtime.seen", instance_id=happening.after)
-            case "recycled":
-                log.event(
-                    "recycle.finished",
-                    status=happening.code,
-                    instance_id=happening.after,
-                    elapsed_s=round(self.mind.recycle.elapsed_s(self.clock()), 3) if self.mind.recycle else None,
-                )
-            case "given-up":
-                log.event("node.given-up", reason=reason, action="call-somebody")
-            case "peer":
-                pass  # who watches the peer has said so, and what was wrong
-            case "recycle":
-                log.event("node.recycle", reason=reason)
-            case "gpu":
-                log.event("node.gpu", reason=reason)
-            case "owner":
-                log.event("node.owner", reason=reason)
-            case "maintenance":
-                log.event("node.maintenance", reason=reason)
-            case _:
-                raise ValueError(happening.kind)
-        self.bell.ring()
+    # ---- what CloudBoard hears of it ----
 
     def _report(self) -> None:
         runtime = self.probe.facts

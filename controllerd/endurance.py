@@ -38,6 +38,11 @@ class Endurance:
         self._available_since: float | None = None
         self._away_since: float | None = None
 
+    @property
+    def hold_s(self) -> float:
+        """How long the gates have to hold before the node returns."""
+        return self._hold_s
+
     def available(self, now: float) -> None:
         """The node has become available."""
         self._available_since, self._away_since = now, None

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tie.daemon.errors import ProtocolError
-from tie.proto import gpuhealth_pb2, owner_pb2, probe_pb2
+from tie.proto import gpuhealth_pb2, metrics_pb2, owner_pb2, probe_pb2
 
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _CODE = re.compile(r"[a-z0-9]+([-:.][a-z0-9]+)*")
+_STORE_BEGAN = re.compile(r"^tie_store_start_time_seconds ([0-9.e+]{1,32})$", re.MULTILINE)
 _MAX_TEXT = 200
 _MAX_CODES = 64
 _MAX_WHY = 4  # of a peer's reasons that the node repeats
@@ -60,6 +61,7 @@ class Owner:
     instance: str
     generation: int
     state: str  # "loading", "ready", "failed", "unknown"
+    error: str = ""  # in its own words, when it could not load the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Facts:
 
     Attributes:
         cloudboard: whether the node is attached.
+        keys: whether CloudBoard's key service answers, as far as CloudBoard says; without it nobody can be served.
         busy_acknowledged: CloudBoard knows that the node takes nothing more.
         in_flight: requests that CloudBoard still has here.
     """
@@ -78,6 +81,7 @@ class Facts:
     cloudboard: bool = False
     busy_acknowledged: bool = False
     in_flight: int = 0
+    keys: bool = True
 
 
 _PROBE_STATES = {
@@ -153,7 +157,20 @@ def owner_of(message: owner_pb2.OwnerStatus) -> Owner:
     _codes([message.error])
     if not _ID.fullmatch(message.owner_instance):
         raise ProtocolError("impossible owner instance")
-    return Owner(message.owner_instance, message.generation, _OWNER_STATES.get(message.state, "unknown"))
+    state = _OWNER_STATES.get(message.state, "unknown")
+    return Owner(message.owner_instance, message.generation, state, message.error)
+
+
+def store_of(message: metrics_pb2.ScrapeReply) -> str:
+    """Since when the cache store has held entries, as it writes it: another value is another store.
+
+    Raises:
+        ProtocolError: it does not say.
+    """
+    began = _STORE_BEGAN.search(message.text)
+    if began is None:
+        raise ProtocolError("a store without a beginning")
+    return began.group(1)
 
 
 def _texts(*values: str) -> None:

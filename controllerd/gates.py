@@ -59,12 +59,13 @@ def assess(facts: Facts, memory: Memory) -> Readiness:
     elif facts.owner.state != "ready":
         reasons.append(f"owner-{facts.owner.state}")
         broken = reasons[-1] if facts.owner.state == "failed" else ""
+        reasons.extend(filter(None, (facts.owner.error,)))
     elif memory.owner_changed:
         reasons.append("owner-changed")
     fresh = False
     runtime = facts.runtime
     if runtime is None:
-        reasons.append("probe-gone")
+        reasons.append("runtime-gone")
     elif runtime.instance_id == memory.stale_instance:
         reasons.append("runtime-stale")
     elif not runtime.ready:
@@ -91,4 +92,6 @@ def assess(facts: Facts, memory: Memory) -> Readiness:
         reasons.append("gpu-stale")
     if not facts.cloudboard:
         reasons.append("cloudboard-gone")
+    elif not facts.keys:
+        reasons.append("keys-silent")
     return Readiness(tuple(reasons), broken, fresh)

@@ -38,6 +38,7 @@ async def serve(config: NodeConfig, lifetime: Lifetime) -> None:
             await asyncio.wait({supervising, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if supervising.done():
                 supervising.result()  # it ends only by a bug, and then the daemon must end as well
+            controller.witness.end(reachable=sockets.control.exists())
         finally:
             supervising.cancel()
             stopping.cancel()

@@ -12,12 +12,14 @@ from controllerd import triggers
 from controllerd.endurance import Endurance
 from controllerd.facts import Facts
 from controllerd.gates import Memory, Readiness, assess
+from controllerd.happening import Happening
 from controllerd.recycle import Deadlines, Phase, Procedure, RecycleRecord, Tell
 from controllerd.recycle_timer import ErrorBackoff, RecycleTimer
 from controllerd.states import Action, Event, State, step
 from tie.daemon.config import ControllerConfig
 
 MOVING = frozenset({State.DRAINING, State.RECYCLING})
+_ON_ITS_WAY = frozenset({"engine-starting", "canary-pending", "warming"})  # what every runtime says while it starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +35,6 @@ class EndOwner:
 
 
 Command = Tell | Warm | EndOwner
-
-
-@dataclass(frozen=True, slots=True)
-class Happening:
-    """Something that an operator may want to know afterwards.
-
-    Attributes:
-        kind: "state", "recycle", "recycled", "runtime", "peer", "gpu", "owner", "given-up", "maintenance".
-        code: a stable code: the reason, or what became of it.
-        before: and `after`: for a state, the two states' names; for runtimes their instances; else what fits the kind.
-        more: further codes: all gates that do not hold.
-    """
-
-    kind: str
-    code: str
-    before: str = ""
-    after: str = ""
-    more: tuple[str, ...] = ()
 
 
 class Mind:
@@ -80,6 +64,7 @@ class Mind:
         self.recycle: RecycleRecord | None = None  # the one under way, or the last
         self.procedure: Procedure | None = None
         self.last_recycle_s = 0.0
+        self.word = ""  # an operator's, for the maintenance
         self._tell = tell
         self._triggers = triggers.Triggers(
             self.timer,
@@ -92,6 +77,9 @@ class Mind:
         self._instance = ""  # the runtime seen last
         self._owner_of_instance = ""  # the owner whose weights it holds
         self._warming = ""
+        self._in_flight = 0
+        self._said: tuple[str, ...] = ()  # what is wrong with the runtime, in its probe's words
+        self._settling = False
 
     @property
     def moving(self) -> bool:
@@ -108,24 +96,27 @@ class Mind:
 
     # ---- wishes, and what became of commands ----
 
-    def request_recycle(self, now: float, reason: str, drain_s: float | None = None) -> RecycleRecord:
+    def request_recycle(self, now: float, reason: str, drain_s: float | None = None, word: str = "") -> RecycleRecord:
         """Starts a recycle that somebody asks for, or joins the one under way; all counts begin anew."""
         self.endurance.begin_anew()
         if not self.moving or self.recycle is None:
-            self._begin(now, Event.RECYCLE, reason, drain_s)
+            self._begin(now, Event.RECYCLE, reason, drain_s, word)
+        else:
+            self._tell(Happening("joined", reason, word=word))
         assert self.recycle is not None  # noqa: S101 (set by every way into a moving state)
         return self.recycle
 
-    def set_maintenance(self, now: float, *, on: bool) -> None:
-        """Withdraws the node until switched off again."""
+    def set_maintenance(self, now: float, *, on: bool, reason: str = triggers.MAINTENANCE, word: str = "") -> None:
+        """Withdraws the node until switched off again, for an operator or for an exchange of its bundle."""
         if on == self.memory.maintenance:
             return
         self.memory = replace(self.memory, maintenance=on)
-        self._tell(Happening("maintenance", "on" if on else "off"))
+        self.word = word if on else ""
+        self._tell(Happening("maintenance", "on" if on else "off", before=reason, word=word))
         if on:
-            self._begin(now, Event.MAINTENANCE_ON, triggers.MAINTENANCE, None)
+            self._begin(now, Event.MAINTENANCE_ON, reason, None)
         else:
-            self._apply(now, Event.MAINTENANCE_OFF, "operator")
+            self._apply(now, Event.MAINTENANCE_OFF, triggers.ASSET if reason == triggers.ASSET else triggers.OPERATOR)
 
     def told(self, now: float, *, heard: bool) -> None:
         """What became of `Tell`."""
@@ -152,6 +143,7 @@ class Mind:
         The state changes once at most, so that everybody sees each: where it did, look again at once.
         """
         commands: list[Command] = []
+        self._in_flight = facts.in_flight or (0 if facts.cloudboard else self._in_flight)
         self._notice(now, facts)
         self.readiness = assess(facts, self.memory)
         self._warm_if_needed(facts, commands)
@@ -159,6 +151,7 @@ class Mind:
             self._go_on(now, facts, self.procedure, commands)
         else:
             self._decide(now, facts, commands)
+        self._settling = self.state is not State.AVAILABLE and self.readiness.ready
         excused = self.memory.maintenance
         if self.endurance.watch(now, available=self.state is State.AVAILABLE, excused=excused):
             self._tell(Happening("given-up", "away-too-long", more=self.readiness.reasons))
@@ -174,6 +167,8 @@ class Mind:
         elif self.readiness.ready:
             if steady:
                 self._apply(now, Event.READY, "ready")
+            elif not self._settling:
+                self._tell(Happening("settling", "hold", seconds=self.endurance.hold_s))
         elif self.memory.maintenance and self.readiness.fresh:
             self._apply(now, Event.RESTED, "maintenance")
         elif self.state is State.RECYCLING and now - self.since >= self._deadlines.fresh_s:
@@ -207,6 +202,8 @@ class Mind:
             commands.append(tell)
         if procedure.phase is Phase.DONE:
             self.procedure = None
+            if procedure.record.cut:
+                self._tell(Happening("cut", "deadline", count=procedure.record.cut))
             self._apply(now, Event.DRAINED, procedure.record.reason)
 
     def _notice(self, now: float, facts: Facts) -> None:
@@ -220,6 +217,12 @@ class Mind:
             self._owner_of_instance = ""
             self.timer.start(now, runtime.uptime_s)
             self.memory = replace(self.memory, owner_changed=False)
+        said = tuple(code for code in runtime.why if code not in _ON_ITS_WAY)
+        if said != self._said:
+            self._said = said
+            if said:
+                code = "in-error" if runtime.in_error else "starting"
+                self._tell(Happening("runtime", code, after=runtime.instance_id, more=said))
         if not runtime.ready:
             return
         if runtime.warmed and self.memory.warmed_instance != runtime.instance_id:
@@ -241,16 +244,17 @@ class Mind:
             self._warming = runtime.instance_id
             commands.append(Warm(runtime.instance_id))
 
-    def _begin(self, now: float, event: Event, reason: str, drain_s: float | None) -> None:
+    def _begin(self, now: float, event: Event, reason: str, drain_s: float | None, word: str = "") -> None:
         """Starts a recycle where the state allows one."""
         if Action.RECYCLE not in step(self.state, event)[1]:
             return
-        self.recycle = RecycleRecord(reason, now, self._instance)
+        drain = self._deadlines.drain_s if drain_s is None else drain_s
+        self.recycle = RecycleRecord(reason, now, self._instance, word=word)
         self.recycles[reason] = self.recycles.get(reason, 0) + 1
         self.memory = replace(self.memory, overdue=False)
-        self._tell(Happening("recycle", reason, before=self._instance, more=self.readiness.reasons))
+        more = self.readiness.reasons
+        self._tell(Happening("recycle", reason, before=self._instance, more=more, word=word, seconds=drain))
         self._apply(now, event, reason)
-        drain = self._deadlines.drain_s if drain_s is None else drain_s
         self.procedure = Procedure(self.recycle, drain, self._deadlines)
 
     def _apply(self, now: float, event: Event, reason: str) -> None:
@@ -269,7 +273,8 @@ class Mind:
         if before in MOVING and after not in MOVING:
             self._finish(now, after, reason)
         more = () if after is State.AVAILABLE else self.readiness.reasons
-        self._tell(Happening("state", reason, before.name.lower(), after.name.lower(), more))
+        lost = self._in_flight if before is State.AVAILABLE and after is State.ERROR else 0
+        self._tell(Happening("state", reason, before.name.lower(), after.name.lower(), more, count=lost))
 
     def _finish(self, now: float, after: State, reason: str) -> None:
         recycle = self.recycle
@@ -282,4 +287,5 @@ class Mind:
             recycle.new_instance = self._instance
             self.last_recycle_s = now - recycle.began
             self.memory = replace(self.memory, overdue=False)
-        self._tell(Happening("recycled", recycle.error or "ok", recycle.old_instance, recycle.new_instance))
+        code, took = recycle.error or "ok", now - recycle.began
+        self._tell(Happening("recycled", code, recycle.old_instance, recycle.new_instance, seconds=took))

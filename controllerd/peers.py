@@ -16,10 +16,19 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
-from controllerd.signals import Bell
+from controllerd.signals import Watching
 from tie.daemon import log, rpc
-from tie.daemon.errors import PeerDiedError, PeerError, PeerTimeoutError
-from tie.proto import gpuhealth_pb2, gpuhealth_pb2_grpc, owner_pb2, owner_pb2_grpc, probe_pb2, probe_pb2_grpc
+from tie.daemon.errors import PeerDiedError, PeerError, PeerTimeoutError, ProtocolError
+from tie.proto import (
+    gpuhealth_pb2,
+    gpuhealth_pb2_grpc,
+    metrics_pb2,
+    metrics_pb2_grpc,
+    owner_pb2,
+    owner_pb2_grpc,
+    probe_pb2,
+    probe_pb2_grpc,
+)
 
 M = TypeVar("M")
 F = TypeVar("F")
@@ -49,29 +58,42 @@ async def translated() -> AsyncIterator[None]:
         raise PeerDiedError(f"call failed: {error.code().name}") from None
 
 
+def manner(error: PeerError) -> str:
+    """How a peer was lost: it hangs, talks nonsense, or its connection broke."""
+    match error:
+        case PeerTimeoutError():
+            return "silent"
+        case ProtocolError():
+            return "garbled"
+        case _:
+            return "gone"
+
+
 class Peer(ABC, Generic[M, F]):
     """One watched process.
 
     Args:
         name: for the log and for reasons.
         path: its socket.
-        heartbeat_s: how often it says something, at least.
         check: reduces a message to facts; raises ProtocolError for an impossible one.
-        bell: rung at every change.
+        watching: what all watchers share.
 
     Attributes:
         message: the last good message, kept when the peer goes.
+        lost: how it was lost last: "gone", "silent", "garbled"; or empty.
         facts: the last message's facts; None while the peer is not connected.
     """
 
-    def __init__(self, name: str, path: Path, heartbeat_s: float, check: Callable[[M], F], bell: Bell) -> None:
+    def __init__(self, name: str, path: Path, check: Callable[[M], F], watching: Watching) -> None:
         self.name = name
+        self.lost = ""
         self.message: M | None = None
         self.facts: F | None = None
         self._path = path
-        self._silence_s = heartbeat_s * _MISSED_HEARTBEATS
+        self._silence_s = watching.heartbeat_s * _MISSED_HEARTBEATS
         self._check = check
-        self._bell = bell
+        self._bell = watching.bell
+        self._wake = watching.wake
         self._heard: float | None = None
         self._channel: grpc.aio.Channel | None = None
 
@@ -106,7 +128,8 @@ class Peer(ABC, Generic[M, F]):
                         async with translated():
                             await self._watch(channel)
                     except PeerError as error:
-                        self._lose(error)
+                        if not self._wake.excuses(self._silence_s):
+                            self._lose(error)
                     await asyncio.sleep(_PAUSE_S)
             finally:
                 self._channel = None
@@ -126,7 +149,7 @@ class Peer(ABC, Generic[M, F]):
     def _lose(self, error: PeerError) -> None:
         if self.facts is None:
             return
-        self.facts = None
+        self.facts, self.lost = None, manner(error)
         log.failure("peer.lost", error, peer=self.name)
         self._bell.ring()
 
@@ -206,4 +229,18 @@ class OwnerPeer(Peer[owner_pb2.OwnerStatus, F]):
                 owner_pb2.GetStatusRequest(), timeout=self._silence_s, wait_for_ready=not self.connected
             )
             self._hear(status)
+            await asyncio.sleep(period)
+
+
+class StorePeer(Peer[metrics_pb2.ScrapeReply, F]):
+    """The cache store: its metrics tell since when it has held entries."""
+
+    async def _watch(self, channel: grpc.aio.Channel) -> None:
+        stub = metrics_pb2_grpc.MetricsStub(channel)
+        period = self._silence_s / _MISSED_HEARTBEATS / 2
+        while True:
+            reply = await stub.Scrape(
+                metrics_pb2.ScrapeRequest(), timeout=self._silence_s, wait_for_ready=not self.connected
+            )
+            self._hear(reply)
             await asyncio.sleep(period)

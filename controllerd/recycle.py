@@ -38,12 +38,15 @@ class RecycleRecord:
     """A recycle and what came of it.
 
     Attributes:
-        reason: "timer", "operator", "error", "owner" or "maintenance".
+        reason: "timer", "operator", "error", "owner", "asset" or "maintenance".
         began: on the controller's clock.
         old_instance: the runtime to go; empty when none was ever seen.
         new_instance: the one that took its place; empty until then.
         ended: when, on the same clock; None while under way.
         error: a stable code when it ended without success.
+        word: an operator's own, as it was given.
+        cut: requests that had not ended when their time was up, as CloudBoard knew them; where CloudBoard was gone, as
+            the runtime told.
     """
 
     reason: str
@@ -52,6 +55,8 @@ class RecycleRecord:
     new_instance: str = ""
     ended: float | None = None
     error: str = ""
+    word: str = ""
+    cut: int = 0
 
     @property
     def finished(self) -> bool:
@@ -117,6 +122,8 @@ class Procedure:
         if self.phase is Phase.ANNOUNCING and (facts.busy_acknowledged or now >= self._until):
             self._drained_by = now + self._drain_s
             self._enter(Phase.EMPTYING, self._drained_by)
+        if self.phase is Phase.EMPTYING and now >= self._until:
+            self.record.cut = facts.in_flight
         if self.phase is Phase.EMPTYING and (not facts.cloudboard or facts.in_flight == 0 or now >= self._until):
             self._enter(Phase.IDENTIFYING, now + self._deadlines.fresh_s)
         if self.phase is Phase.IDENTIFYING:
@@ -131,6 +138,9 @@ class Procedure:
                 self._next_try = None
                 return Tell(self.record.reason, max(_LEAST_S, self._drained_by - now))
             self._leave(now)
+        if self.phase is Phase.LEAVING and not facts.cloudboard and now >= self._drained_by:
+            remaining = 0 if facts.runtime is None or self._gone(facts.runtime) else facts.runtime.running
+            self.record.cut = max(self.record.cut, remaining)
         if self.phase is Phase.LEAVING and (self._gone(facts.runtime) or now >= self._until):
             self.phase = Phase.DONE
         return None

@@ -1,8 +1,11 @@
-"""A bell: whoever waits for a condition looks again when it rings."""
+"""A bell: whoever waits for a condition looks again when it rings. And what all watchers of peers have in common."""
 
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from controllerd.clock import Wakefulness
 
 
 class Bell:
@@ -37,3 +40,18 @@ class Bell:
                 return False
             await self.wait(left)
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """What all watchers share.
+
+    Attributes:
+        heartbeat_s: how often a peer says something, at least.
+        bell: rung at every change.
+        wake: knows whether it is this process that stood still; then a peer is tried again before it counts as lost.
+    """
+
+    heartbeat_s: float
+    bell: Bell
+    wake: Wakefulness

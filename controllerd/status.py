@@ -35,35 +35,20 @@ def node_status(controller: Controller) -> pb.NodeStatus:
         owner=controller.owner.message,
         in_flight=controller.cloudboard.in_flight,
         maintenance=controller.mind.memory.maintenance,
+        keys=controller.cloudboard.keys,
+        notes=["disk-full"] if controller.witness.disk_full else [],
+        word=_word(controller),
     )
     _peer(status.probe_peer, controller.probe)
     _peer(status.gpu_peer, controller.gpu)
     _peer(status.owner_peer, controller.owner)
+    _peer(status.store_peer, controller.store)
     status.cloudboard_peer.connected = controller.cloudboard.attached
     status.cloudboard_peer.age_s = controller.cloudboard.age_s
     for entry in controller.journal.transitions()[-_SHOWN:]:
         event = status.events.add(age_s=now - entry.at, to=STATES[State[entry.after.upper()]], reason=entry.code)
         setattr(event, "from", STATES[State[entry.before.upper()]])  # a keyword in Python
     return status
-
-
-def happenings(controller: Controller, last: int) -> pb.Happenings:
-    """The last things that happened; all that are kept for 0."""
-    now = controller.clock()
-    return pb.Happenings(
-        happenings=[
-            pb.Happening(
-                age_s=now - entry.at,
-                wall_s=entry.wall,
-                kind=entry.kind,
-                code=entry.code,
-                before=entry.before,
-                after=entry.after,
-                more=entry.more,
-            )
-            for entry in list(controller.journal.entries)[-last:]
-        ]
-    )
 
 
 def essence(status: pb.NodeStatus) -> tuple[Any, ...]:
@@ -80,7 +65,15 @@ def essence(status: pb.NodeStatus) -> tuple[Any, ...]:
         status.owner.state,
         (status.probe_peer.connected, status.gpu_peer.connected),
         (status.owner_peer.connected, status.cloudboard_peer.connected),
+        (status.store_peer.connected, status.keys, status.word, tuple(status.notes)),
     )
+
+
+def _word(controller: Controller) -> str:
+    """An operator's, where what it was given for is still going on."""
+    mind = controller.mind
+    under_way = mind.recycle is not None and mind.moving and mind.recycle.word
+    return under_way or mind.word
 
 
 def _peer(entry: pb.Peer, peer: Any) -> None:

@@ -8,7 +8,7 @@ anything at all, in any order, with any time between; then they behave, and the 
 failing, and it has to give up. Invariants:
 
 1. Available means: hardware fit and freshly looked at, owner ready and the same, runtime ready with a passed canary,
-   warmed and not the one to go, attached to CloudBoard, no maintenance.
+   warmed and not the one to go, attached to CloudBoard, whose key service answers, no maintenance.
 2. Never two recycles at once.
 3. The runtime is told to go only when "busy" was acknowledged, CloudBoard is gone, or its deadline has passed.
 4. Peers that behave bring the node back within a bound; peers that never do bring it to give up within one.
@@ -28,7 +28,7 @@ from world import GPU, OWNER, World
 
 from controllerd.endurance import SOON_S
 from controllerd.facts import Gpu, Owner, Runtime
-from controllerd.mind import Happening
+from controllerd.happening import Happening
 from controllerd.recycle import Tell
 from controllerd.states import State
 from tie.daemon.config import ControllerConfig
@@ -87,6 +87,7 @@ class Checked(World):
             "fresh": runtime is not None and runtime.instance_id != memory.stale_instance,
             "warm": runtime is not None and runtime.instance_id == memory.warmed_instance,
             "attached": self.attached,
+            "keys": self.keys,
             "maintenance": not memory.maintenance,
         }
         failed = [name for name, holds in checks.items() if not holds]
@@ -150,7 +151,7 @@ class Checked(World):
                     (None, OWNER, OWNER, Owner("other", 1, "ready"), Owner("owner-0", 2, "loading"))
                 )
             case 6:
-                self.attached = draw.random() < 0.7
+                self.attached, self.keys = draw.random() < 0.7, draw.random() < 0.8
             case 7:
                 self.in_flight = draw.randrange(4)
             case 8:
@@ -169,7 +170,7 @@ class Checked(World):
 
     def _well(self) -> None:
         """All is well for a moment, so that there is something to lose."""
-        self.gpu, self.attached, self.in_flight = GPU, True, 0
+        self.gpu, self.attached, self.keys, self.in_flight = GPU, True, True, 0
         self.owner = self.random.choice((OWNER, Owner("other", 1, "ready")))
         name = self.runtime.instance_id if self.runtime is not None else f"runtime-{self.random.choice('abcd')}"
         self.runtime = Runtime(name, True, "ready", True, True, "m", "r", 0, 100.0, self.owner.generation)
@@ -182,7 +183,7 @@ class Checked(World):
 
     def behave(self) -> None:
         """From now on every peer does its part."""
-        self.gpu, self.attached, self.in_flight, self.broken = GPU, True, 0, False
+        self.gpu, self.attached, self.keys, self.in_flight, self.broken = GPU, True, True, 0, False
         self.owner = self.owner if self.owner is not None and self.owner.state == "ready" else replace(OWNER)
         self.mind.set_maintenance(self.now, on=False)
         if self.runtime is None or not self.runtime.instance_id.startswith("runtime-") or self.random.random() < 0.5:

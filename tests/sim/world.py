@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from controllerd.facts import Facts, Gpu, Owner, Runtime
-from controllerd.mind import Command, EndOwner, Happening, Mind, Warm
+from controllerd.happening import Happening
+from controllerd.mind import Command, EndOwner, Mind, Warm
 from controllerd.recycle import Tell
 from controllerd.recycle_timer import RecycleTimer
 from controllerd.states import State
@@ -44,6 +45,7 @@ class World:
         self.gpu: Gpu | None = GPU
         self.owner: Owner | None = OWNER
         self.attached = True
+        self.keys = True  # whether the key service answers
         self.in_flight = 0
         self.broken = False  # whether runtimes that start from now on come up in error
         self.mind = Mind(
@@ -93,6 +95,7 @@ class World:
             self.attached,
             busy_acknowledged=self._busy_acknowledged and self.attached,
             in_flight=self.in_flight,
+            keys=self.keys,
         )
 
     def look(self) -> None:

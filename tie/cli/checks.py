@@ -21,6 +21,7 @@ from tie.cli.settings import running_up
 _SHM = "/dev/shm"  # noqa: S108 (looked at, not written)
 _SHM_BYTES = 64 * 1024 * 1024
 _MEMORY_BYTES = 2 * 1024**3
+_RUN_BYTES = 16 * 1024**2
 _COMMAND_S = 30.0
 
 
@@ -206,6 +207,9 @@ def run_directory(run_dir: Path) -> Iterator[Check]:
         volatile = kind in ("tmpfs", "ramfs")
         hint = "" if volatile else "keys outlive a reboot there: use a folder on a tmpfs, for example under /run"
         yield Check(name, Level.OK if volatile else Level.NOTE, f"{run_dir} on {kind}", hint)
+        free = shutil.disk_usage(existing).free
+        little = "" if free >= _RUN_BYTES else "daemons cannot start on a full disk: make room there"
+        yield Check(f"room in {name}", Level.MISSING if little else Level.OK, f"{free / 1e6:.0f} MB free", little)
 
 
 def filesystem(path: Path) -> str:

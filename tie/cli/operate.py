@@ -53,7 +53,7 @@ def status(run_dir: Path, *, as_json: bool, watch: bool) -> int:
 
 @click.command()
 @control.run_dir_option
-@click.option("--reason", default="operator", show_default=True, help="A word for the node's records.")
+@click.option("--reason", default="operator", show_default=True, help="For the node's records (`tie events`).")
 @click.option("--deadline", type=click.FloatRange(0), help="Seconds that running requests get [default: the node's].")
 @click.option("--now", is_flag=True, help="Do not wait for running requests: cut them; their users are told.")
 @click.option("--json", "as_json", is_flag=True, help="Progress as JSON lines.")
@@ -78,7 +78,8 @@ def recycle(run_dir: Path, reason: str, deadline: float | None, *, now: bool, as
             raise RefusedError(f"the recycle did not succeed: {last.error or 'the stream ended early'}")
         if not as_json:
             old, new = last.old_instance_id[:8], last.new_instance_id[:8]
-            click.echo(f"{last.elapsed_s:6.1f} s  done: instance {old} is gone, {new} serves")
+            cut = f"; {last.cut} request{'s' * (last.cut != 1)} had not ended and had to be cut" if last.cut else ""
+            click.echo(f"{last.elapsed_s:6.1f} s  done: instance {old} is gone, {new} serves{cut}")
         return 0
 
     code: int = control.run(action)
@@ -88,7 +89,7 @@ def recycle(run_dir: Path, reason: str, deadline: float | None, *, now: bool, as
 @click.command()
 @control.run_dir_option
 @click.argument("switch", type=click.Choice(["on", "off"]))
-@click.option("--reason", default="operator", show_default=True, help="A word for the node's records.")
+@click.option("--reason", default="operator", show_default=True, help="For the node's records (`tie events`).")
 def maintenance(run_dir: Path, switch: str, reason: str) -> int:
     """Take the node out of service, or back in."""
 
@@ -96,7 +97,7 @@ def maintenance(run_dir: Path, switch: str, reason: str) -> int:
         request = control_pb2.SetMaintenanceRequest(on=switch == "on", reason=reason)
         async with control.connected(run_dir) as connection:
             reply = await connection.node.SetMaintenance(request, timeout=control.CALL_S)
-        click.echo(f"maintenance {switch}; the node is {render.state_word(reply.state)}")
+        click.echo(f"maintenance is {switch}; the node's state now: {render.state_word(reply.state)}")
         return 0
 
     code: int = control.run(action)

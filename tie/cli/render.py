@@ -8,10 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tie.cli.reasons import why
 from tie.proto import control_pb2, gpuhealth_pb2, owner_pb2, probe_pb2
 
-_GOOD = {"available", "ready", "healthy", "connected", "sealed"}
-_BAD = {"error", "in error", "unavailable", "failed", "not connected"}
+_GOOD = {"available", "ready", "healthy", "connected", "sealed", "answers"}
+_BAD = {"error", "in error", "unavailable", "failed", "not connected", "silent"}
 
 
 def as_dict(message: Message) -> dict[str, Any]:
@@ -79,9 +80,15 @@ def status_table(status: control_pb2.NodeStatus) -> RenderableType:
         _owner(status),
         _prefixes(status),
         _cloudboard(status),
+        *_keys_and_store(status),
     ):
         table.add_row(name, _coloured(state), details)
-    lines: list[RenderableType] = [title, table, Text(_recycles(status), style="dim")]
+    lines: list[RenderableType] = [title]
+    lines.extend(Text(f"  {code}: {why(code)}") for code in status.reasons)
+    lines.extend(Text(f"  {code}: {why(code)}", style="red") for code in status.notes)
+    if status.word:
+        lines.append(Text(f'  "{status.word}"'))
+    lines += [table, Text(_recycles(status), style="dim")]
     for event in list(status.events)[-5:]:
         change = f"{state_word(getattr(event, 'from'))} → {state_word(event.to)}"
         lines.append(Text(f"{duration(event.age_s):>8} ago  {change}  {event.reason}", style="dim"))
@@ -149,9 +156,19 @@ def _cloudboard(status: control_pb2.NodeStatus) -> tuple[str, str, str]:
     return "cloudboard", "connected", f"{status.in_flight} requests in flight"
 
 
+def _keys_and_store(status: control_pb2.NodeStatus) -> list[tuple[str, str, str]]:
+    """Rows for what a node may have: where nothing is known of it, there is none."""
+    rows = [("keys", status.keys, "the key service, as CloudBoard sees it")] if status.keys else []
+    if status.store_peer.connected or status.store_peer.age_s > 0:
+        rows.append(("store", "connected" if status.store_peer.connected else "not connected", ""))
+    return rows
+
+
 def _recycles(status: control_pb2.NodeStatus) -> str:
-    text = f"{status.recycles} recycles"
-    if status.recycles:
+    text = f"{status.recycles} recycle{'s' * (status.recycles != 1)}"
+    if status.state in {control_pb2.STATE_DRAINING, control_pb2.STATE_RECYCLING}:
+        text += f", one ({status.last_recycle_reason}) under way"
+    elif status.last_recycle_s > 0:
         text += f", the last ({status.last_recycle_reason}) took {duration(status.last_recycle_s)}"
     if status.next_recycle_s > 0:
         text += f"; next in {duration(status.next_recycle_s)}"

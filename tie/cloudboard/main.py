@@ -1,11 +1,15 @@
 """tie-cloudboard, the reference CloudBoard: the node's registry on a Unix socket, the ingress on loopback."""
 
+import asyncio
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import grpc.aio
 
 from tie.cloudboard import keys
 from tie.cloudboard.ingress import Ingress
+from tie.cloudboard.key_watch import KeyWatch
 from tie.cloudboard.registry import Registry, Servicer
 from tie.cloudboard.replies import reply
 from tie.cloudboard.standby import StandbyPool
@@ -36,10 +40,26 @@ async def serve(config: NodeConfig, lifetime: service.Lifetime) -> None:
             ingress = Ingress(config, registry, pool, Statements(kps), keys.read_statement_public(config))
             server = Server(ingress, limits(config.cloudboard), reply)
             ingress.metrics.watch(server)
-            async with rpc.serve(config.sockets.node, register, metrics=ingress.metrics.text), pool.running():
+            async with (
+                rpc.serve(config.sockets.node, register, metrics=ingress.metrics.text),
+                pool.running(),
+                watching(KeyWatch(kps, registry)),
+            ):
                 log.event("ingress.listening", port=bound.getsockname()[1])
                 lifetime.ready(config.sockets.node)
                 await server.serve(bound, lifetime.stopping)
+
+
+@asynccontextmanager
+async def watching(watch: KeyWatch) -> AsyncIterator[None]:
+    """Watches the key service for the length of the block."""
+    task = asyncio.create_task(watch.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 def listen(config: CloudBoardConfig) -> socket.socket:

@@ -22,11 +22,15 @@ class Registry:
     Attributes:
         report: the report now in force, or None while no controller is attached.
         in_flight: requests between their admission and the end of their answer.
+        keys: whether the key service answers; unspecified until it is known.
+        key_id: the key that devices seal to, in hexadecimal; empty while unknown.
     """
 
     def __init__(self, node_id: str, max_in_flight: int) -> None:
         self.report: cloudboard_pb2.NodeReport | None = None
         self.in_flight = 0
+        self.keys: cloudboard_pb2.KeyService.ValueType = cloudboard_pb2.KEY_SERVICE_UNSPECIFIED
+        self.key_id = ""
         self._node_id = node_id
         self._max_in_flight = max_in_flight
         self._session: object = None
@@ -57,6 +61,12 @@ class Registry:
         """One admitted request is over."""
         self.in_flight -= 1
         self._wake()
+
+    def tell_keys(self, keys: "cloudboard_pb2.KeyService.ValueType", key_id: str) -> None:
+        """What became of the last look at the key service."""
+        if (keys, key_id) != (self.keys, self.key_id):
+            self.keys, self.key_id = keys, key_id
+            self._wake()
 
     def listen(self) -> asyncio.Event:
         """An event that is set at every change; the listener clears it."""
@@ -140,7 +150,7 @@ class Servicer(cloudboard_pb2_grpc.CloudBoardServicer):
 
 
 class _Conversation:
-    """One `Attach`: checks every report, acknowledges it, and says again what is in flight while the node is busy."""
+    """One `Attach`: acknowledges every good report; again when the keys change, and while busy what is in flight."""
 
     def __init__(self, registry: Registry, session: object, changed: asyncio.Event, context: Any) -> None:
         self._registry = registry
@@ -148,7 +158,7 @@ class _Conversation:
         self._changed = changed
         self._context = context
         self._number = 0
-        self._acknowledged = -1
+        self._acknowledged: cloudboard_pb2.NodeAck | None = None
 
     async def run(self) -> None:
         """Returns at the stream's clean end; a stream that breaks the rules is aborted."""
@@ -194,14 +204,21 @@ class _Conversation:
         return ""
 
     async def _repeat(self) -> None:
-        report = self._registry.report
-        busy = report is not None and report.state == cloudboard_pb2.STATE_BUSY
-        if busy and self._registry.in_flight != self._acknowledged:
+        report, last, now = self._registry.report, self._acknowledged, self._acknowledgement()
+        if report is None or last is None or now == last:
+            return
+        if report.state == cloudboard_pb2.STATE_BUSY or (now.keys, now.key_id) != (last.keys, last.key_id):
             await self._acknowledge()
 
     async def _acknowledge(self) -> None:
-        self._acknowledged = self._registry.in_flight
-        await self._context.write(cloudboard_pb2.NodeAck(number=self._number, in_flight=self._acknowledged))
+        self._acknowledged = self._acknowledgement()
+        await self._context.write(self._acknowledged)
+
+    def _acknowledgement(self) -> cloudboard_pb2.NodeAck:
+        registry = self._registry
+        return cloudboard_pb2.NodeAck(
+            number=self._number, in_flight=registry.in_flight, keys=registry.keys, key_id=registry.key_id
+        )
 
 
 def _state_name(report: cloudboard_pb2.NodeReport | None) -> str:

@@ -76,11 +76,15 @@ class StateFile(Generic[Kept]):
             return None
         return state if self._boot and state.boot == self._boot else None
 
-    def save(self, state: Kept) -> None:
-        """Writes the file where it would differ. A disk that takes nothing costs the memory, nothing else."""
+    def save(self, state: Kept) -> bool:
+        """Writes the file where it would differ. A disk that takes nothing costs the memory, nothing else.
+
+        Returns:
+            Whether the file now says so.
+        """
         payload = msgspec.json.encode(msgspec.structs.replace(state, boot=self._boot))
         if payload == self._written or not self._boot:
-            return
+            return bool(self._boot)
         new = self._path.with_suffix(".new")
         try:
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -91,5 +95,6 @@ class StateFile(Generic[Kept]):
             log.failure("state.not-saved", error)
             with contextlib.suppress(OSError):
                 new.unlink(missing_ok=True)
-            return
+            return False
         self._written = payload
+        return True

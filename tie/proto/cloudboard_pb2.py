@@ -24,25 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atie/proto/cloudboard.proto\x12\x0etie.cloudboard\"\x84\x01\n\nNodeReport\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.tie.cloudboard.State\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07release\x18\x05 \x01(\t\x12\x0f\n\x07summary\x18\x06 \x01(\t\",\n\x07NodeAck\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\tin_flight\x18\x02 \x01(\r\"\x14\n\x12GetRegistryRequest\"4\n\x08Registry\x12(\n\x05nodes\x18\x01 \x03(\x0b\x32\x19.tie.cloudboard.NodeEntry\"u\n\tNodeEntry\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.tie.cloudboard.State\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07release\x18\x04 \x01(\t\x12\x11\n\tin_flight\x18\x05 \x01(\r*l\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12STATE_INITIALIZING\x10\x01\x12\x13\n\x0fSTATE_AVAILABLE\x10\x02\x12\x0e\n\nSTATE_BUSY\x10\x03\x12\x0f\n\x0bSTATE_ERROR\x10\x04\x32\x9c\x01\n\nCloudBoard\x12\x41\n\x06\x41ttach\x12\x1a.tie.cloudboard.NodeReport\x1a\x17.tie.cloudboard.NodeAck(\x01\x30\x01\x12K\n\x0bGetRegistry\x12\".tie.cloudboard.GetRegistryRequest\x1a\x18.tie.cloudboard.Registryb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atie/proto/cloudboard.proto\x12\x0etie.cloudboard\"\x84\x01\n\nNodeReport\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.tie.cloudboard.State\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07release\x18\x05 \x01(\t\x12\x0f\n\x07summary\x18\x06 \x01(\t\"f\n\x07NodeAck\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\tin_flight\x18\x02 \x01(\r\x12(\n\x04keys\x18\x03 \x01(\x0e\x32\x1a.tie.cloudboard.KeyService\x12\x0e\n\x06key_id\x18\x04 \x01(\t\"\x14\n\x12GetRegistryRequest\"4\n\x08Registry\x12(\n\x05nodes\x18\x01 \x03(\x0b\x32\x19.tie.cloudboard.NodeEntry\"u\n\tNodeEntry\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.tie.cloudboard.State\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07release\x18\x04 \x01(\t\x12\x11\n\tin_flight\x18\x05 \x01(\r*l\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12STATE_INITIALIZING\x10\x01\x12\x13\n\x0fSTATE_AVAILABLE\x10\x02\x12\x0e\n\nSTATE_BUSY\x10\x03\x12\x0f\n\x0bSTATE_ERROR\x10\x04*Z\n\nKeyService\x12\x1b\n\x17KEY_SERVICE_UNSPECIFIED\x10\x00\x12\x17\n\x13KEY_SERVICE_ANSWERS\x10\x01\x12\x16\n\x12KEY_SERVICE_SILENT\x10\x02\x32\x9c\x01\n\nCloudBoard\x12\x41\n\x06\x41ttach\x12\x1a.tie.cloudboard.NodeReport\x1a\x17.tie.cloudboard.NodeAck(\x01\x30\x01\x12K\n\x0bGetRegistry\x12\".tie.cloudboard.GetRegistryRequest\x1a\x18.tie.cloudboard.Registryb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tie.proto.cloudboard_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATE']._serialized_start=422
-  _globals['_STATE']._serialized_end=530
+  _globals['_STATE']._serialized_start=480
+  _globals['_STATE']._serialized_end=588
+  _globals['_KEYSERVICE']._serialized_start=590
+  _globals['_KEYSERVICE']._serialized_end=680
   _globals['_NODEREPORT']._serialized_start=47
   _globals['_NODEREPORT']._serialized_end=179
   _globals['_NODEACK']._serialized_start=181
-  _globals['_NODEACK']._serialized_end=225
-  _globals['_GETREGISTRYREQUEST']._serialized_start=227
-  _globals['_GETREGISTRYREQUEST']._serialized_end=247
-  _globals['_REGISTRY']._serialized_start=249
-  _globals['_REGISTRY']._serialized_end=301
-  _globals['_NODEENTRY']._serialized_start=303
-  _globals['_NODEENTRY']._serialized_end=420
-  _globals['_CLOUDBOARD']._serialized_start=533
-  _globals['_CLOUDBOARD']._serialized_end=689
+  _globals['_NODEACK']._serialized_end=283
+  _globals['_GETREGISTRYREQUEST']._serialized_start=285
+  _globals['_GETREGISTRYREQUEST']._serialized_end=305
+  _globals['_REGISTRY']._serialized_start=307
+  _globals['_REGISTRY']._serialized_end=359
+  _globals['_NODEENTRY']._serialized_start=361
+  _globals['_NODEENTRY']._serialized_end=478
+  _globals['_CLOUDBOARD']._serialized_start=683
+  _globals['_CLOUDBOARD']._serialized_end=839
 # @@protoc_insertion_point(module_scope)

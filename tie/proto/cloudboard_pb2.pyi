@@ -40,6 +40,27 @@ STATE_BUSY: State.ValueType  # 3
 STATE_ERROR: State.ValueType  # 4
 Global___State: _TypeAlias = State  # noqa: Y015
 
+class _KeyService:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KeyServiceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KeyService.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KEY_SERVICE_UNSPECIFIED: _KeyService.ValueType  # 0
+    """this CloudBoard does not say"""
+    KEY_SERVICE_ANSWERS: _KeyService.ValueType  # 1
+    KEY_SERVICE_SILENT: _KeyService.ValueType  # 2
+    """nobody can be served"""
+
+class KeyService(_KeyService, metaclass=_KeyServiceEnumTypeWrapper): ...
+
+KEY_SERVICE_UNSPECIFIED: KeyService.ValueType  # 0
+"""this CloudBoard does not say"""
+KEY_SERVICE_ANSWERS: KeyService.ValueType  # 1
+KEY_SERVICE_SILENT: KeyService.ValueType  # 2
+"""nobody can be served"""
+Global___KeyService: _TypeAlias = KeyService  # noqa: Y015
+
 @_typing.final
 class NodeReport(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -83,18 +104,26 @@ class NodeAck(_message.Message):
 
     NUMBER_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    KEY_ID_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """the report now in force; also sent unasked when in_flight changes while busy"""
     in_flight: _builtins.int
+    keys: Global___KeyService.ValueType
+    """as CloudBoard sees it; also sent unasked when it changes"""
+    key_id: _builtins.str
+    """hexadecimal: the key that devices seal to; empty when unknown"""
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         in_flight: _builtins.int = ...,
+        keys: Global___KeyService.ValueType = ...,
+        key_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "key_id", b"key_id", "keys", b"keys", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

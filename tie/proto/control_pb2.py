@@ -27,15 +27,15 @@ from tie.proto import owner_pb2 as tie_dot_proto_dot_owner__pb2
 from tie.proto import probe_pb2 as tie_dot_proto_dot_probe__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tie/proto/control.proto\x12\x0btie.control\x1a\x19tie/proto/gpuhealth.proto\x1a\x15tie/proto/owner.proto\x1a\x15tie/proto/probe.proto\"\x12\n\x10GetStatusRequest\"\x0e\n\x0cWatchRequest\"\r\n\x0bWarmRequest\"\xab\x04\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12!\n\x05state\x18\x02 \x01(\x0e\x32\x12.tie.control.State\x12\x0f\n\x07reasons\x18\x03 \x03(\t\x12\x13\n\x0bstate_age_s\x18\x04 \x01(\x01\x12\x16\n\x0enext_recycle_s\x18\x05 \x01(\x01\x12\x10\n\x08recycles\x18\x06 \x01(\x04\x12\x1b\n\x13last_recycle_reason\x18\x07 \x01(\t\x12\x16\n\x0elast_recycle_s\x18\x08 \x01(\x01\x12)\n\x07runtime\x18\t \x01(\x0b\x32\x18.tie.probe.RuntimeStatus\x12\'\n\x03gpu\x18\n \x01(\x0b\x32\x1a.tie.gpuhealth.NodeVerdict\x12%\n\x05owner\x18\x0b \x01(\x0b\x32\x16.tie.owner.OwnerStatus\x12%\n\nprobe_peer\x18\x0c \x01(\x0b\x32\x11.tie.control.Peer\x12#\n\x08gpu_peer\x18\r \x01(\x0b\x32\x11.tie.control.Peer\x12%\n\nowner_peer\x18\x0e \x01(\x0b\x32\x11.tie.control.Peer\x12*\n\x0f\x63loudboard_peer\x18\x0f \x01(\x0b\x32\x11.tie.control.Peer\x12\x11\n\tin_flight\x18\x10 \x01(\r\x12\x13\n\x0bmaintenance\x18\x11 \x01(\x08\x12\"\n\x06\x65vents\x18\x12 \x03(\x0b\x32\x12.tie.control.Event\"(\n\x04Peer\x12\x11\n\tconnected\x18\x01 \x01(\x08\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\"h\n\x05\x45vent\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12 \n\x04\x66rom\x18\x02 \x01(\x0e\x32\x12.tie.control.State\x12\x1e\n\x02to\x18\x03 \x01(\x0e\x32\x12.tie.control.State\x12\x0e\n\x06reason\x18\x04 \x01(\t\" \n\x10GetEventsRequest\x12\x0c\n\x04last\x18\x01 \x01(\r\"8\n\nHappenings\x12*\n\nhappenings\x18\x01 \x03(\x0b\x32\x16.tie.control.Happening\"s\n\tHappening\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x05 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x06 \x01(\t\x12\x0c\n\x04more\x18\x07 \x03(\t\";\n\x0eRecycleRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x19\n\x11\x64rain_deadline_ms\x18\x02 \x01(\r\"\xad\x01\n\x0fRecycleProgress\x12!\n\x05state\x18\x01 \x01(\x0e\x32\x12.tie.control.State\x12\x17\n\x0fold_instance_id\x18\x02 \x01(\t\x12\x17\n\x0fnew_instance_id\x18\x03 \x01(\t\x12\x11\n\telapsed_s\x18\x04 \x01(\x01\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\x10\n\x08\x66inished\x18\x06 \x01(\x08\x12\r\n\x05\x65rror\x18\x07 \x01(\t\"3\n\x15SetMaintenanceRequest\x12\n\n\x02on\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t*\x9c\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12STATE_INITIALIZING\x10\x01\x12\x13\n\x0fSTATE_AVAILABLE\x10\x02\x12\x12\n\x0eSTATE_DRAINING\x10\x03\x12\x13\n\x0fSTATE_RECYCLING\x10\x04\x12\x0f\n\x0bSTATE_ERROR\x10\x05\x12\x15\n\x11STATE_MAINTENANCE\x10\x06\x32\xa8\x03\n\x0bNodeControl\x12\x43\n\tGetStatus\x12\x1d.tie.control.GetStatusRequest\x1a\x17.tie.control.NodeStatus\x12=\n\x05Watch\x12\x19.tie.control.WatchRequest\x1a\x17.tie.control.NodeStatus0\x01\x12\x46\n\x07Recycle\x12\x1b.tie.control.RecycleRequest\x1a\x1c.tie.control.RecycleProgress0\x01\x12M\n\x0eSetMaintenance\x12\".tie.control.SetMaintenanceRequest\x1a\x17.tie.control.NodeStatus\x12\x39\n\x04Warm\x12\x18.tie.control.WarmRequest\x1a\x17.tie.control.NodeStatus\x12\x43\n\tGetEvents\x12\x1d.tie.control.GetEventsRequest\x1a\x17.tie.control.Happeningsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tie/proto/control.proto\x12\x0btie.control\x1a\x19tie/proto/gpuhealth.proto\x1a\x15tie/proto/owner.proto\x1a\x15tie/proto/probe.proto\"\x12\n\x10GetStatusRequest\"\x0e\n\x0cWatchRequest\"\r\n\x0bWarmRequest\"\xfd\x04\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12!\n\x05state\x18\x02 \x01(\x0e\x32\x12.tie.control.State\x12\x0f\n\x07reasons\x18\x03 \x03(\t\x12\x13\n\x0bstate_age_s\x18\x04 \x01(\x01\x12\x16\n\x0enext_recycle_s\x18\x05 \x01(\x01\x12\x10\n\x08recycles\x18\x06 \x01(\x04\x12\x1b\n\x13last_recycle_reason\x18\x07 \x01(\t\x12\x16\n\x0elast_recycle_s\x18\x08 \x01(\x01\x12)\n\x07runtime\x18\t \x01(\x0b\x32\x18.tie.probe.RuntimeStatus\x12\'\n\x03gpu\x18\n \x01(\x0b\x32\x1a.tie.gpuhealth.NodeVerdict\x12%\n\x05owner\x18\x0b \x01(\x0b\x32\x16.tie.owner.OwnerStatus\x12%\n\nprobe_peer\x18\x0c \x01(\x0b\x32\x11.tie.control.Peer\x12#\n\x08gpu_peer\x18\r \x01(\x0b\x32\x11.tie.control.Peer\x12%\n\nowner_peer\x18\x0e \x01(\x0b\x32\x11.tie.control.Peer\x12*\n\x0f\x63loudboard_peer\x18\x0f \x01(\x0b\x32\x11.tie.control.Peer\x12\x11\n\tin_flight\x18\x10 \x01(\r\x12\x13\n\x0bmaintenance\x18\x11 \x01(\x08\x12\"\n\x06\x65vents\x18\x12 \x03(\x0b\x32\x12.tie.control.Event\x12%\n\nstore_peer\x18\x13 \x01(\x0b\x32\x11.tie.control.Peer\x12\x0c\n\x04keys\x18\x14 \x01(\t\x12\r\n\x05notes\x18\x15 \x03(\t\x12\x0c\n\x04word\x18\x16 \x01(\t\"(\n\x04Peer\x12\x11\n\tconnected\x18\x01 \x01(\x08\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\"h\n\x05\x45vent\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12 \n\x04\x66rom\x18\x02 \x01(\x0e\x32\x12.tie.control.State\x12\x1e\n\x02to\x18\x03 \x01(\x0e\x32\x12.tie.control.State\x12\x0e\n\x06reason\x18\x04 \x01(\t\" \n\x10GetEventsRequest\x12\x0c\n\x04last\x18\x01 \x01(\r\"8\n\nHappenings\x12*\n\nhappenings\x18\x01 \x03(\x0b\x32\x16.tie.control.Happening\"\xc6\x01\n\tHappening\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x05 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x06 \x01(\t\x12\x0c\n\x04more\x18\x07 \x03(\t\x12\x0c\n\x04word\x18\x08 \x01(\t\x12\r\n\x05\x63ount\x18\t \x01(\r\x12\x0f\n\x07seconds\x18\n \x01(\x01\x12\r\n\x05times\x18\x0b \x01(\r\x12\x14\n\x0c\x66irst_wall_s\x18\x0c \x01(\x01\";\n\x0eRecycleRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x19\n\x11\x64rain_deadline_ms\x18\x02 \x01(\r\"\xba\x01\n\x0fRecycleProgress\x12!\n\x05state\x18\x01 \x01(\x0e\x32\x12.tie.control.State\x12\x17\n\x0fold_instance_id\x18\x02 \x01(\t\x12\x17\n\x0fnew_instance_id\x18\x03 \x01(\t\x12\x11\n\telapsed_s\x18\x04 \x01(\x01\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\x10\n\x08\x66inished\x18\x06 \x01(\x08\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x0b\n\x03\x63ut\x18\x08 \x01(\r\"3\n\x15SetMaintenanceRequest\x12\n\n\x02on\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t*\x9c\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12STATE_INITIALIZING\x10\x01\x12\x13\n\x0fSTATE_AVAILABLE\x10\x02\x12\x12\n\x0eSTATE_DRAINING\x10\x03\x12\x13\n\x0fSTATE_RECYCLING\x10\x04\x12\x0f\n\x0bSTATE_ERROR\x10\x05\x12\x15\n\x11STATE_MAINTENANCE\x10\x06\x32\xa8\x03\n\x0bNodeControl\x12\x43\n\tGetStatus\x12\x1d.tie.control.GetStatusRequest\x1a\x17.tie.control.NodeStatus\x12=\n\x05Watch\x12\x19.tie.control.WatchRequest\x1a\x17.tie.control.NodeStatus0\x01\x12\x46\n\x07Recycle\x12\x1b.tie.control.RecycleRequest\x1a\x1c.tie.control.RecycleProgress0\x01\x12M\n\x0eSetMaintenance\x12\".tie.control.SetMaintenanceRequest\x1a\x17.tie.control.NodeStatus\x12\x39\n\x04Warm\x12\x18.tie.control.WarmRequest\x1a\x17.tie.control.NodeStatus\x12\x43\n\tGetEvents\x12\x1d.tie.control.GetEventsRequest\x1a\x17.tie.control.Happeningsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tie.proto.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATE']._serialized_start=1370
-  _globals['_STATE']._serialized_end=1526
+  _globals['_STATE']._serialized_start=1549
+  _globals['_STATE']._serialized_end=1705
   _globals['_GETSTATUSREQUEST']._serialized_start=113
   _globals['_GETSTATUSREQUEST']._serialized_end=131
   _globals['_WATCHREQUEST']._serialized_start=133
@@ -43,23 +43,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WARMREQUEST']._serialized_start=149
   _globals['_WARMREQUEST']._serialized_end=162
   _globals['_NODESTATUS']._serialized_start=165
-  _globals['_NODESTATUS']._serialized_end=720
-  _globals['_PEER']._serialized_start=722
-  _globals['_PEER']._serialized_end=762
-  _globals['_EVENT']._serialized_start=764
-  _globals['_EVENT']._serialized_end=868
-  _globals['_GETEVENTSREQUEST']._serialized_start=870
-  _globals['_GETEVENTSREQUEST']._serialized_end=902
-  _globals['_HAPPENINGS']._serialized_start=904
-  _globals['_HAPPENINGS']._serialized_end=960
-  _globals['_HAPPENING']._serialized_start=962
-  _globals['_HAPPENING']._serialized_end=1077
-  _globals['_RECYCLEREQUEST']._serialized_start=1079
-  _globals['_RECYCLEREQUEST']._serialized_end=1138
-  _globals['_RECYCLEPROGRESS']._serialized_start=1141
-  _globals['_RECYCLEPROGRESS']._serialized_end=1314
-  _globals['_SETMAINTENANCEREQUEST']._serialized_start=1316
-  _globals['_SETMAINTENANCEREQUEST']._serialized_end=1367
-  _globals['_NODECONTROL']._serialized_start=1529
-  _globals['_NODECONTROL']._serialized_end=1953
+  _globals['_NODESTATUS']._serialized_end=802
+  _globals['_PEER']._serialized_start=804
+  _globals['_PEER']._serialized_end=844
+  _globals['_EVENT']._serialized_start=846
+  _globals['_EVENT']._serialized_end=950
+  _globals['_GETEVENTSREQUEST']._serialized_start=952
+  _globals['_GETEVENTSREQUEST']._serialized_end=984
+  _globals['_HAPPENINGS']._serialized_start=986
+  _globals['_HAPPENINGS']._serialized_end=1042
+  _globals['_HAPPENING']._serialized_start=1045
+  _globals['_HAPPENING']._serialized_end=1243
+  _globals['_RECYCLEREQUEST']._serialized_start=1245
+  _globals['_RECYCLEREQUEST']._serialized_end=1304
+  _globals['_RECYCLEPROGRESS']._serialized_start=1307
+  _globals['_RECYCLEPROGRESS']._serialized_end=1493
+  _globals['_SETMAINTENANCEREQUEST']._serialized_start=1495
+  _globals['_SETMAINTENANCEREQUEST']._serialized_end=1546
+  _globals['_NODECONTROL']._serialized_start=1708
+  _globals['_NODECONTROL']._serialized_end=2132
 # @@protoc_insertion_point(module_scope)

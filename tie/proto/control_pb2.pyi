@@ -122,6 +122,10 @@ class NodeStatus(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     MAINTENANCE_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    STORE_PEER_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    WORD_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     state: Global___State.ValueType
     state_age_s: _builtins.float
@@ -134,6 +138,10 @@ class NodeStatus(_message.Message):
     in_flight: _builtins.int
     """as last acknowledged by CloudBoard"""
     maintenance: _builtins.bool
+    keys: _builtins.str
+    """"answers", "silent", or empty where CloudBoard does not say"""
+    word: _builtins.str
+    """an operator's, for the maintenance or the recycle under way"""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """stable codes: why not available"""
@@ -156,6 +164,14 @@ class NodeStatus(_message.Message):
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
         """the last few transitions, newest last"""
 
+    @_builtins.property
+    def store_peer(self) -> Global___Peer:
+        """the cache store; age_s is -1 where the node has none"""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """stable codes of what is wrong beside the node's state"""
+
     def __init__(
         self,
         *,
@@ -177,10 +193,14 @@ class NodeStatus(_message.Message):
         in_flight: _builtins.int = ...,
         maintenance: _builtins.bool = ...,
         events: _abc.Iterable[Global___Event] | None = ...,
+        store_peer: Global___Peer | None = ...,
+        keys: _builtins.str = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+        word: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cloudboard_peer", b"cloudboard_peer", "gpu", b"gpu", "gpu_peer", b"gpu_peer", "owner", b"owner", "owner_peer", b"owner_peer", "probe_peer", b"probe_peer", "runtime", b"runtime"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cloudboard_peer", b"cloudboard_peer", "gpu", b"gpu", "gpu_peer", b"gpu_peer", "owner", b"owner", "owner_peer", b"owner_peer", "probe_peer", b"probe_peer", "runtime", b"runtime", "store_peer", b"store_peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cloudboard_peer", b"cloudboard_peer", "events", b"events", "gpu", b"gpu", "gpu_peer", b"gpu_peer", "in_flight", b"in_flight", "last_recycle_reason", b"last_recycle_reason", "last_recycle_s", b"last_recycle_s", "maintenance", b"maintenance", "next_recycle_s", b"next_recycle_s", "node_id", b"node_id", "owner", b"owner", "owner_peer", b"owner_peer", "probe_peer", b"probe_peer", "reasons", b"reasons", "recycles", b"recycles", "runtime", b"runtime", "state", b"state", "state_age_s", b"state_age_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cloudboard_peer", b"cloudboard_peer", "events", b"events", "gpu", b"gpu", "gpu_peer", b"gpu_peer", "in_flight", b"in_flight", "keys", b"keys", "last_recycle_reason", b"last_recycle_reason", "last_recycle_s", b"last_recycle_s", "maintenance", b"maintenance", "next_recycle_s", b"next_recycle_s", "node_id", b"node_id", "notes", b"notes", "owner", b"owner", "owner_peer", b"owner_peer", "probe_peer", b"probe_peer", "reasons", b"reasons", "recycles", b"recycles", "runtime", b"runtime", "state", b"state", "state_age_s", b"state_age_s", "store_peer", b"store_peer", "word", b"word"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -275,7 +295,7 @@ Global___Happenings: _TypeAlias = Happenings  # noqa: Y015
 
 @_typing.final
 class Happening(_message.Message):
-    """Something that happened to the node, and why. All words are stable codes."""
+    """Something that happened to the node, and why. All words but an operator's are stable codes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -286,16 +306,31 @@ class Happening(_message.Message):
     BEFORE_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
+    WORD_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
+    FIRST_WALL_S_FIELD_NUMBER: _builtins.int
     age_s: _builtins.float
     wall_s: _builtins.float
     """time of day, seconds since 1970"""
     kind: _builtins.str
-    """"state", "recycle", "recycled", "runtime", "peer", "gpu", "owner", "maintenance", "given-up" """
+    """see controllerd.happening"""
     code: _builtins.str
     """the reason, or what became of it"""
     before: _builtins.str
     """and after: for a state its names; for runtimes their instances"""
     after: _builtins.str
+    word: _builtins.str
+    """an operator's, as it was given"""
+    count: _builtins.int
+    """of requests"""
+    seconds: _builtins.float
+    """how long something may take, or took"""
+    times: _builtins.int
+    """how often it happened: it is told once"""
+    first_wall_s: _builtins.float
+    """when it happened first"""
     @_builtins.property
     def more(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """all reasons at that moment"""
@@ -310,10 +345,15 @@ class Happening(_message.Message):
         before: _builtins.str = ...,
         after: _builtins.str = ...,
         more: _abc.Iterable[_builtins.str] | None = ...,
+        word: _builtins.str = ...,
+        count: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        times: _builtins.int = ...,
+        first_wall_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "age_s", b"age_s", "before", b"before", "code", b"code", "kind", b"kind", "more", b"more", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "age_s", b"age_s", "before", b"before", "code", b"code", "count", b"count", "first_wall_s", b"first_wall_s", "kind", b"kind", "more", b"more", "seconds", b"seconds", "times", b"times", "wall_s", b"wall_s", "word", b"word"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,6 +361,8 @@ Global___Happening: _TypeAlias = Happening  # noqa: Y015
 
 @_typing.final
 class RecycleRequest(_message.Message):
+    """`reason` is "operator", "asset", or an operator's own words: one line of 200 characters at most."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
@@ -352,6 +394,7 @@ class RecycleProgress(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     old_instance_id: _builtins.str
     new_instance_id: _builtins.str
@@ -361,6 +404,8 @@ class RecycleProgress(_message.Message):
     finished: _builtins.bool
     error: _builtins.str
     """stable code when finished without success"""
+    cut: _builtins.int
+    """requests that had not ended when their time was up"""
     def __init__(
         self,
         *,
@@ -371,10 +416,11 @@ class RecycleProgress(_message.Message):
         in_flight: _builtins.int = ...,
         finished: _builtins.bool = ...,
         error: _builtins.str = ...,
+        cut: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_s", b"elapsed_s", "error", b"error", "finished", b"finished", "in_flight", b"in_flight", "new_instance_id", b"new_instance_id", "old_instance_id", b"old_instance_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "elapsed_s", b"elapsed_s", "error", b"error", "finished", b"finished", "in_flight", b"in_flight", "new_instance_id", b"new_instance_id", "old_instance_id", b"old_instance_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -382,6 +428,8 @@ Global___RecycleProgress: _TypeAlias = RecycleProgress  # noqa: Y015
 
 @_typing.final
 class SetMaintenanceRequest(_message.Message):
+    """`reason` as for a recycle."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ON_FIELD_NUMBER: _builtins.int

@@ -24,6 +24,7 @@ class StoreCollector(Collector):
     def __init__(self, entries: Entries, server: StoreServer) -> None:
         self._entries = entries
         self._server = server
+        self._began = time.time()
 
     def collect(self) -> Iterator[Metric]:
         """One family per quantity."""
@@ -35,6 +36,7 @@ class StoreCollector(Collector):
             ("connections", "Clients connected.", self._server.connections),
         ):
             yield GaugeMetricFamily(f"tie_store_{name}", text, value)
+        yield GaugeMetricFamily("tie_store_start_time_seconds", "Since when it has held them, since 1970.", self._began)
         ends = CounterMetricFamily("tie_store_entries_ended", "Entries let go of.", labels=["how"])
         for how in ("replaced", "evicted", "expired", "dropped"):
             ends.add_metric([how], getattr(counters, how))

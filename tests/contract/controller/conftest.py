@@ -168,6 +168,8 @@ class CloudBoard(Server, cloudboard_pb2_grpc.CloudBoardServicer):
         self.reports: list[cloudboard_pb2.NodeReport] = []
         self.in_flight = 0
         self.silent = False
+        self.keys = cloudboard_pb2.KEY_SERVICE_UNSPECIFIED
+        self.key_id = ""
         self.gaps = 0
 
     def register(self, server: Any) -> None:
@@ -186,7 +188,20 @@ class CloudBoard(Server, cloudboard_pb2_grpc.CloudBoardServicer):
                 self.journal.append(cloudboard_pb2.State.Name(report.state).removeprefix("STATE_").lower())
             self.reports.append(report)
             if not self.silent:
-                yield cloudboard_pb2.NodeAck(number=report.number, in_flight=self.in_flight)
+                yield cloudboard_pb2.NodeAck(
+                    number=report.number, in_flight=self.in_flight, keys=self.keys, key_id=self.key_id
+                )
+
+
+class Store(Server):
+    """A cache store's control socket: metrics, which say since when it has held entries."""
+
+    def __init__(self, path: Path, began: float) -> None:
+        super().__init__(path)
+        self.metrics = f"tie_store_entries 0.0\ntie_store_start_time_seconds {began:e}\n"
+
+    def register(self, server: Any) -> None:
+        """Nothing but metrics."""
 
 
 class Node:
@@ -290,6 +305,20 @@ async def make_node() -> AsyncIterator[Callable[..., Node]]:
     for node in nodes:
         await node.stop()
     shutil.rmtree(run_dir)
+
+
+@pytest.fixture
+async def make_store() -> AsyncIterator[Callable[[Path, float], Store]]:
+    """Builds cache stores, and takes them down."""
+    stores: list[Store] = []
+
+    def make(path: Path, began: float) -> Store:
+        stores.append(Store(path, began))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        await store.kill()
 
 
 @pytest.fixture

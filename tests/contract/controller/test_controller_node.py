@@ -13,7 +13,7 @@ async def test_is_available_only_after_every_gate(make_node: Any) -> None:
     node = make_node()
     await node.start_controller()
     status = await node.status()
-    assert set(status.reasons) >= {"owner-gone", "probe-gone", "gpuhealthd-gone", "cloudboard-gone"}
+    assert set(status.reasons) >= {"owner-gone", "runtime-gone", "gpuhealthd-gone", "cloudboard-gone"}
     await node.owner.start()
     await node.gpu.start()
     await node.probe.start()
@@ -107,7 +107,7 @@ async def test_the_hardware_may_ask_for_a_recycle_once(node: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("gpu", "gpuhealthd-gone"), ("owner", "owner-gone"), ("cloudboard", "cloudboard-gone"), ("probe", "probe-gone")],
+    [("gpu", "gpuhealthd-gone"), ("owner", "owner-gone"), ("cloudboard", "cloudboard-gone"), ("probe", "runtime-gone")],
 )
 async def test_a_peer_that_restarts_costs_no_recycle(node: Any, name: str, reason: str) -> None:
     peer = getattr(node, name)
@@ -149,7 +149,7 @@ async def test_a_peer_that_goes_silent_is_gone(node: Any) -> None:
 
 async def test_a_peer_that_talks_nonsense_is_gone(node: Any) -> None:
     node.probe.change(uptime_s=float("nan"))
-    status = await node.until(lambda status: "probe-gone" in status.reasons)
+    status = await node.until(lambda status: "runtime-gone" in status.reasons)
     assert status.state == ERROR
     node.probe.fresh()
     await node.until_available()

@@ -8,9 +8,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from tie.cloudboard import key_watch
 from tie.cloudboard.registry import Registry, Servicer
 from tie.daemon import rpc
-from tie.proto import cloudboard_pb2, cloudboard_pb2_grpc
+from tie.proto import cloudboard_pb2, cloudboard_pb2_grpc, kps_pb2, kps_pb2_grpc
 from tie.proto.cloudboard_pb2 import STATE_AVAILABLE, STATE_BUSY, NodeReport
 
 
@@ -123,3 +124,52 @@ async def test_a_newer_stream_takes_over(board) -> None:
     await second.write(report(2))
     await second.read()
     assert board.registry.takes_requests()
+
+
+async def test_what_is_known_of_the_keys_is_told_at_once_in_any_state(board) -> None:
+    call = board.attach()
+    await call.write(report(1))
+    assert (await call.read()).keys == cloudboard_pb2.KEY_SERVICE_UNSPECIFIED
+    board.registry.tell_keys(cloudboard_pb2.KEY_SERVICE_ANSWERS, "ab")
+    told = await call.read()
+    assert (told.number, told.keys, told.key_id) == (1, cloudboard_pb2.KEY_SERVICE_ANSWERS, "ab")
+    board.registry.tell_keys(cloudboard_pb2.KEY_SERVICE_SILENT, "")
+    assert (await call.read()).keys == cloudboard_pb2.KEY_SERVICE_SILENT
+    call.cancel()
+
+
+async def test_a_key_service_that_hangs_or_dies_is_silent_until_it_answers(tmp_path_factory, monkeypatch) -> None:
+    monkeypatch.setattr(key_watch, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(key_watch, "PERIOD_S", 0.02)
+    path = Path(tmp_path_factory.mktemp("k")) / "kps.sock"
+    registry = Registry("node-0", max_in_flight=2)
+    changed = registry.listen()
+    awake = asyncio.Event()
+
+    class Keys(kps_pb2_grpc.KeyProtectionServicer):
+        async def GetStatement(self, _request, _context):  # noqa: N802
+            await awake.wait()
+            return kps_pb2.KeyStatement(key_id=b"\xab\xcd")
+
+    async def until(keys: int) -> None:
+        async with asyncio.timeout(20):
+            while registry.keys != keys:
+                await changed.wait()
+                changed.clear()
+
+    def register(server) -> None:
+        kps_pb2_grpc.add_KeyProtectionServicer_to_server(Keys(), server)
+
+    async with rpc.connect(path) as channel:
+        watching = asyncio.create_task(key_watch.KeyWatch(channel, registry).run())
+        async with rpc.serve(path, register, grace=0.0):
+            await until(cloudboard_pb2.KEY_SERVICE_SILENT)  # it hangs
+            awake.set()
+            await until(cloudboard_pb2.KEY_SERVICE_ANSWERS)
+            assert registry.key_id == "abcd"
+        await until(cloudboard_pb2.KEY_SERVICE_SILENT)  # it is gone
+        assert registry.key_id == ""
+        async with rpc.serve(path, register, grace=0.0):
+            await until(cloudboard_pb2.KEY_SERVICE_ANSWERS)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)

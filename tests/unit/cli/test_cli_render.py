@@ -51,6 +51,32 @@ def test_the_table_shows_what_is_wrong_and_where():
     assert text.count("not connected") == 2  # GPUs and CloudBoard
 
 
+def test_the_table_has_words_for_codes_and_for_operators():
+    status = example()
+    status.keys, status.word = "silent", "disk swap, Ann"
+    status.reasons[:] = ["settling", "keys-silent", "some-later-code"]
+    status.notes.append("disk-full")
+    status.store_peer.age_s = 3.0
+    text = drawn(status)
+    for word in (
+        "all parts are well",
+        "the key service (tie-kps) does not answer",
+        "some later code",
+        "make room there",
+    ):
+        assert word in text
+    assert '"disk swap, Ann"' in text
+    assert text.count("not connected") == 3  # the cache store as well
+
+
+def test_a_recycle_under_way_has_not_taken_any_time_yet():
+    status = example()
+    status.state, status.recycles = control_pb2.STATE_DRAINING, 1
+    assert "1 recycle, one (operator) under way" in drawn(status)
+    status.state, status.last_recycle_s = control_pb2.STATE_AVAILABLE, 4.0
+    assert "1 recycle, the last (operator) took 4.0 s" in drawn(status)
+
+
 def test_an_empty_status_is_drawn_too():
     assert "unspecified" in drawn(control_pb2.NodeStatus())
 

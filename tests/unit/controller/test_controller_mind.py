@@ -1,16 +1,22 @@
 """What the controller decides, step by step: the recycle's phases, patience with flapping and with failing, memory."""
 
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controllerd.clock import Wakefulness
 from controllerd.controller import summary
 from controllerd.endurance import LONGEST_HOLD_S, SOON_S, Endurance
 from controllerd.facts import Facts, Gpu, Owner, Runtime
-from controllerd.journal import KEPT, Journal
-from controllerd.mind import EndOwner, Happening, Mind, Warm
+from controllerd.happening import Happening
+from controllerd.journal import KEPT, Journal, messages
+from controllerd.mind import EndOwner, Mind, Warm
 from controllerd.recycle import Deadlines, Phase, Procedure, RecycleRecord, Tell
 from controllerd.states import State
 from tie.daemon.config import ControllerConfig
@@ -109,6 +115,34 @@ def test_phases_only_go_forward_and_end(steps: list) -> None:
         now += seconds
         recycle.advance(now, facts(runtime("old"), in_flight=1))
     assert recycle.phase is Phase.DONE
+
+
+def test_what_is_cut_is_counted() -> None:
+    recycle, old = procedure(drain_s=3.0), runtime("old")
+    recycle.advance(101.0, facts(old, busy=True, in_flight=5))
+    recycle.advance(103.0, facts(old, busy=True, in_flight=2))
+    assert recycle.record.cut == 0
+    assert recycle.advance(104.0, facts(old, busy=True, in_flight=2)) is not None
+    assert recycle.record.cut == 2
+
+
+def test_what_ended_in_time_is_not_cut() -> None:
+    recycle, old = procedure(drain_s=3.0), runtime("old")
+    recycle.advance(101.0, facts(old, busy=True, in_flight=5))
+    assert recycle.advance(103.9, facts(old, busy=True)) is not None
+    recycle.told(103.9, heard=True)
+    recycle.advance(110.0, facts(replace(old, running=1), busy=True))  # the probe's own test request
+    assert recycle.record.cut == 0
+
+
+def test_without_cloudboard_the_runtime_tells_what_is_cut() -> None:
+    recycle, old = procedure(drain_s=3.0), runtime("old")
+    assert recycle.advance(105.0, facts(old, cloudboard=False)) is not None
+    recycle.told(105.0, heard=True)
+    recycle.advance(106.0, facts(replace(old, running=3), cloudboard=False))
+    assert recycle.record.cut == 0
+    recycle.advance(108.0, facts(replace(old, running=2), cloudboard=False))
+    assert recycle.record.cut == 2
 
 
 # ---- patience ----
@@ -291,6 +325,64 @@ def test_a_summary_is_whole_reasons_and_not_too_long() -> None:
     assert summary(("a" * 64,) * 9) == ",".join(["a" * 64] * 7)
 
 
+def told(story: Story, *kinds: str) -> list[tuple[str, str]]:
+    return [(entry.kind, entry.code) for entry in story.told if entry.kind in kinds]
+
+
+def test_an_operators_word_and_what_was_cut_are_told() -> None:
+    story = Story()
+    story.see(facts(runtime("a")))
+    record = story.mind.request_recycle(story.now, "operator", 0.001, "kernel update, Ann")
+    story.mind.request_recycle(story.now, "operator", None, "me too")
+    story.see(facts(runtime("a"), busy=True, in_flight=2), 0.1)
+    story.see(facts(runtime("a"), busy=True, in_flight=2), 0.1)
+    story.mind.told(story.now, heard=True)
+    story.see(facts(None, busy=True), 1.0)
+    story.see(facts(runtime("b"), busy=True), 1.0)
+    assert record.cut == 2
+    told_so = {entry.kind: entry for entry in story.told}
+    assert (told_so["recycle"].word, told_so["recycle"].seconds) == ("kernel update, Ann", 0.001)
+    assert told_so["joined"].word == "me too"
+    assert told_so["cut"].count == 2
+    assert told_so["recycled"].seconds == pytest.approx(2.2)
+
+
+def test_maintenance_for_another_bundle_is_told_as_that() -> None:
+    story = Story()
+    story.see(facts(runtime("a")))
+    story.mind.set_maintenance(story.now, on=True, reason="asset")
+    story.mind.set_maintenance(story.now, on=False, reason="asset")
+    assert [entry.before for entry in story.told if entry.kind == "maintenance"] == ["asset", "asset"]
+    assert told(story, "recycle") == [("recycle", "asset")]
+
+
+def test_requests_under_way_are_told_when_the_node_is_lost() -> None:
+    story = Story()
+    story.see(facts(runtime("a"), in_flight=3))
+    story.see(facts(None, in_flight=3), 1.0)
+    assert story.told[-1].count == 3
+
+
+def test_settling_is_told_once_for_each_time() -> None:
+    story = Story()
+    for _ in range(3):
+        story.see(facts(runtime("a")), 10.0)
+        story.see(facts(None), 1.0)
+        for _ in range(8):
+            story.see(facts(runtime("a")), 0.25)
+    holds = [entry.seconds for entry in story.told if entry.kind == "settling"]
+    assert holds == [1.0, 2.0, 4.0]
+
+
+def test_what_a_runtime_says_is_told_when_it_changes_but_not_that_it_starts() -> None:
+    story = Story()
+    story.see(facts(replace(runtime("a", "initializing"), why=("engine-starting",))))
+    for _ in range(3):
+        story.see(facts(replace(runtime("a", "initializing"), why=("no-cuda",))), 1.0)
+    story.see(facts(replace(runtime("a", "in-error"), why=("start-timeout",))), 1.0)
+    assert told(story, "runtime") == [("runtime", "seen"), ("runtime", "starting"), ("runtime", "in-error")]
+
+
 # ---- the journal ----
 
 
@@ -298,7 +390,7 @@ def test_a_journal_is_read_again(tmp_path: Path) -> None:
     clock = iter(range(10, 1000)).__next__
     journal = Journal(tmp_path / "events.json", clock, "boot")
     journal.add(Happening("state", "ready", "initializing", "available"))
-    journal.add(Happening("given-up", "away-too-long", more=("probe-gone",) * 50))
+    journal.add(Happening("given-up", "away-too-long", more=("runtime-gone",) * 50))
     journal.add(Happening("runtime", "seen", "a" * 128, "b" * 128))
     again = Journal(tmp_path / "events.json", lambda: 500.0, "boot")
     assert list(again.entries) == list(journal.entries)
@@ -318,6 +410,72 @@ def test_a_journal_without_a_disk_remembers_while_it_runs(tmp_path: Path) -> Non
     journal = Journal(tmp_path / "none" / "events.json", lambda: 1.0)
     journal.add(Happening("peer", "gone"))
     assert len(journal.entries) == 1
+
+
+def test_what_happens_again_and_again_is_one_entry_that_counts(tmp_path: Path) -> None:
+    clock = iter(range(1, 1000)).__next__
+    journal = Journal(tmp_path / "events.json", clock, "boot")
+    journal.add(Happening("state", "runtime-gone", "available", "error"))
+    for number in range(20):
+        journal.add(Happening("peer", "connected", after="probe"))
+        journal.add(Happening("runtime", "seen", str(number), str(number + 1)))
+        journal.add(Happening("peer", "gone", after="probe"))
+        journal.add(Happening("peer", "gone", after="owner") if number == 3 else Happening("gpu", "xid-79"))
+    seen = [(entry.kind, entry.code, entry.after, entry.times) for entry in journal.entries]
+    assert seen == [
+        ("state", "runtime-gone", "error", 1), ("peer", "gone", "owner", 1), ("peer", "connected", "probe", 20),
+        ("runtime", "seen", "20", 20), ("peer", "gone", "probe", 20), ("gpu", "xid-79", "", 19),
+    ]  # fmt: skip
+    journal.add(Happening("state", "ready", "error", "available"))
+    journal.add(Happening("peer", "gone", after="probe"))
+    assert journal.entries[-1].times == 1
+    (last,) = messages([journal.entries[2]], 500.0).happenings
+    assert last.times == 20
+    assert last.first_wall_s <= last.wall_s
+
+
+def test_a_journal_that_could_not_be_kept_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.json"
+    journal = Journal(path, lambda: 1.0, "boot")
+    journal.add(Happening("recycle", "operator"))
+    assert not Journal(path, lambda: 2.0, "boot").gap
+    with monkeypatch.context() as full:
+        full.setattr(os, "open", full_for_files(os.open))
+        journal.add(Happening("recycle", "timer"))
+    again = Journal(path, lambda: 2.0, "boot")
+    assert (again.gap, again.recycles) == (True, {"operator": 1})
+    again.add(Happening("journal", "gap"))
+    assert not Journal(path, lambda: 2.0, "boot").gap
+
+
+def full_for_files(really: Callable[..., int]) -> Callable[..., int]:
+    """A disk with room for names, and for nothing in them."""
+
+    def call(path: Path, *arguments: int) -> int:
+        if path.suffix == ".new":
+            raise OSError(errno.ENOSPC, "full")
+        return really(path, *arguments)
+
+    return call
+
+
+# ---- the controller's own sleep ----
+
+
+def test_a_process_that_stood_still_knows_it() -> None:
+    now = [100.0]
+    wake = Wakefulness(lambda: now[0])
+    for _ in range(8):
+        now[0] += 0.25
+        assert not wake.excuses(5.0)
+    assert wake.take() == 0.0
+    now[0] += 10.0
+    assert wake.excuses(5.0)
+    assert (wake.take(), wake.take()) == (10.0, 0.0)
+    for _ in range(20):
+        now[0] += 0.25
+        wake.look()
+    assert not wake.excuses(5.0)
 
 
 @given(

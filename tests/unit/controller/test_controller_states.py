@@ -110,6 +110,7 @@ facts_strategy = st.builds(
         st.none(), st.builds(Owner, st.just("o"), st.just(1), st.sampled_from(["loading", "ready", "failed"]))
     ),
     cloudboard=st.booleans(),
+    keys=st.booleans(),
 )
 memories = st.builds(
     Memory,
@@ -142,6 +143,7 @@ def test_ready_means_every_condition(facts: Facts, memory: Memory) -> None:
         and owner.state == "ready"
         and not memory.owner_changed
         and facts.cloudboard
+        and facts.keys
         and not memory.maintenance
     )
     assert readiness.ready == conditions
@@ -149,12 +151,18 @@ def test_ready_means_every_condition(facts: Facts, memory: Memory) -> None:
     assert len(set(readiness.reasons)) == len(readiness.reasons)
 
 
+def test_an_owner_that_failed_says_why() -> None:
+    readiness = assess(replace(GOOD, owner=replace(OWNER, state="failed", error="no-cuda")), WARM)
+    assert (readiness.reasons, readiness.broken) == (("owner-failed", "no-cuda"), "owner-failed")
+
+
 @pytest.mark.parametrize(
     ("facts", "memory", "reason", "broken"),
     [
         (replace(GOOD, owner=None), WARM, "owner-gone", False),
         (replace(GOOD, owner=replace(OWNER, state="failed")), WARM, "owner-failed", True),
-        (replace(GOOD, runtime=None), WARM, "probe-gone", False),
+        (replace(GOOD, keys=False), WARM, "keys-silent", False),
+        (replace(GOOD, runtime=None), WARM, "runtime-gone", False),
         (replace(GOOD, runtime=replace(RUNTIME, ready=False, state="in-error")), WARM, "runtime-in-error", True),
         (GOOD, replace(WARM, stale_instance="a"), "runtime-stale", False),
         (GOOD, Memory(), "not-warmed", False),
