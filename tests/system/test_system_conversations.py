@@ -22,7 +22,7 @@ BLOCK = 16
 _TURN = """
 import json, sys
 from pathlib import Path
-from tie.cli.asking import exit_code
+from tie.cli.exits import exit_code
 from tie.daemon.errors import TieError
 from tie.device.client import Client
 asked = json.load(sys.stdin)

@@ -215,7 +215,7 @@ def test_another_model_for_a_running_node_exchanges_its_runtime_only(node):
     node.run(TIE, "assets", "create", "/var/lib/tie/assets/demo", "/tmp/other", "--release", "other", timeout=120)
     try:
         refused = node.run(TIE, "install", "--bundle", "/tmp/other", "--restart=no", check=False, timeout=120)
-        assert (refused.returncode, serves()) == (1, demo), refused.stderr
+        assert (refused.returncode, serves()) == (78, demo), refused.stderr
         node.run(TIE, "install", "--bundle", "/tmp/other", timeout=300)
         assert serves() == "other"
         assert [old == new for old, new in zip(before, pids(), strict=True)] == [True, True, True, False]

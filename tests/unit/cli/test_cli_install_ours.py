@@ -106,6 +106,7 @@ def test_an_uninstallation_leaves_what_was_changed_and_says_so(installed):
 @pytest.mark.parametrize("purge", [False, True])
 def test_a_run_directory_goes_with_its_installation(installed, purge):
     installed.at(RUN / "keys").mkdir(parents=True)
+    installed.at(RUN / "node.toml").symlink_to(installed.at(CONFIG))  # as systemd-tmpfiles makes it
     assert RUN not in removal.kept(installed, purge=purge)
     assert f"remove {RUN}" in uninstall(installed, purge=purge)
     assert not installed.at(RUN).exists()

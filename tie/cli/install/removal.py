@@ -84,7 +84,8 @@ def _doomed(machine: Machine, systemd: Path, *, purge: bool) -> tuple[list[PureP
 def _is_somebodys(machine: Machine) -> bool:
     """Whether the run directory is that of a `tie up`: it may run, and it was not installed."""
     directory = machine.at(RUN)
-    return (directory / settings.UP_LOCK).exists() or settings.node_toml(directory).exists()
+    config = settings.node_toml(directory)  # an installed node's is a link to the one below /etc
+    return (directory / settings.UP_LOCK).exists() or (config.exists() and not config.is_symlink())
 
 
 def _present(machine: Machine, *places: PurePosixPath) -> list[PurePosixPath]:
