@@ -36,7 +36,7 @@ from tie.envelope.errors import EnvelopeError
 from tie.envelope.statement import StatementError
 from tie.proto import control_pb2
 
-COMMANDS = ("up", "chat", "status", "events", "gpu", "recycle", "maintenance", "metrics", "doctor", "assets", "demo")
+COMMANDS = tuple(main._COMMANDS)
 
 
 def tie(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
