@@ -9,7 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor_workload import BLOCK_TOKENS, KINDS, VOCABULARY, Exact, error, mixed_work, random_weights, small_model
+from executor_workload import (
+    BLOCK_TOKENS,
+    KINDS,
+    VOCABULARY,
+    Exact,
+    error,
+    greedy_answers,
+    mixed_work,
+    random_weights,
+    small_model,
+)
 from tie.bones.batch import Batch, SequenceSlice, lay_out
 from tie.bones.cuda.decode import decode_sizes
 from tie.bones.cuda.executor import CudaExecutor
@@ -77,18 +87,8 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_the_reference():
 
 
 def test_greedy_answers_are_the_reference_s(llama):
-    """Token by token, in batches that grow and shrink through all sizes of the padded step."""
-    tables = [[index * 5 + page for page in range(5)] for index in range(8)]
-    answers = []
-    for executor in (on_cpu(*llama), on_cpu(*llama, graphs=False), reference(*llama)):
-        said = [[index + 1, 7, 5] for index in range(8)]
-        executor.forward(Batch(tuple(SequenceSlice(said[i][:2], 0, tables[i], 0) for i in range(8))))
-        for step in range(40):
-            who = range(1 + step * 5 % 8)
-            slices = [SequenceSlice(said[i][-1:], len(said[i]) - 1, tables[i], 1) for i in who]
-            for index, row in zip(who, np.asarray(executor.forward(Batch(tuple(slices)))), strict=True):
-                said[index].append(int(row.argmax()))
-        answers.append(said)
+    executors = (on_cpu(*llama), on_cpu(*llama, graphs=False), reference(*llama))
+    answers = [greedy_answers(executor) for executor in executors]
     assert answers[0] == answers[1] == answers[2]
 
 

@@ -65,6 +65,16 @@ async def filled(pools: PrefixPools) -> None:
     os.pwrite(pool.metadata, METADATA, 0)
 
 
+async def under_way(pools, held_up, slow: str) -> tuple[asyncio.Task[object], threading.Event]:
+    """Somebody's call whose thread has begun and waits; the event lets it go on."""
+    if slow == "sealed":
+        await filled(pools)
+    begun, go_on = held_up(slow)
+    asking = asyncio.create_task(pools.allocate(ALLOCATE, pools) if slow == "room" else pools.seal(SEAL, pools))
+    assert await asyncio.to_thread(begun.wait, WAIT_S)
+    return asking, go_on
+
+
 @pytest.mark.parametrize("slow", ["room", "sealed"])
 def test_what_was_made_for_one_who_was_cancelled_is_closed(pools, held_up, slow):
     before = open_descriptors()
@@ -72,12 +82,7 @@ def test_what_was_made_for_one_who_was_cancelled_is_closed(pools, held_up, slow)
 
     async def cancelled() -> None:
         nonlocal go_on
-        if slow == "sealed":
-            await filled(pools)
-        begun, go_on = held_up(slow)
-        asked = pools.allocate(ALLOCATE, pools) if slow == "room" else pools.seal(SEAL, pools)
-        asking = asyncio.create_task(asked)
-        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        asking, go_on = await under_way(pools, held_up, slow)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
@@ -149,12 +154,7 @@ def test_metadata_take_room_as_blocks_do():
 @pytest.mark.parametrize("slow", ["room", "sealed"])
 def test_a_pool_that_was_thrown_away_counts_until_its_memory_has_gone(pools, held_up, slow):
     async def thrown_away() -> None:
-        if slow == "sealed":
-            await filled(pools)
-        begun, go_on = held_up(slow)
-        asked = pools.allocate(ALLOCATE, pools) if slow == "room" else pools.seal(SEAL, pools)
-        asking = asyncio.create_task(asked)
-        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        asking, go_on = await under_way(pools, held_up, slow)
         pools.reset()
         with pytest.raises(PoolRefusedError, match="pool-too-large"):
             await pools.allocate(ALLOCATE, "another")
