@@ -13,6 +13,7 @@ from tie.bones.blocks import HostBlocks
 from tie.bones.config import ModelConfig
 from tie.bones.errors import InputError
 from tie.bones.llama import Llama
+from tie.bones.vision.encoder import VisionEncoder
 
 __all__ = ["Batch", "Executor", "SequenceSlice"]
 
@@ -30,6 +31,9 @@ class Executor(HostBlocks):
         block_tokens: tokens of a block.
         dtype: "f32" or "bf16": of weights, keys and values.
         threads: of PyTorch, for the whole process.
+
+    Attributes:
+        vision: encodes images for models that take them, else None. Another thread may use it beside `forward`.
 
     Raises:
         InputError: an argument is impossible.
@@ -58,6 +62,7 @@ class Executor(HostBlocks):
         self._pool = KvPool(config, num_blocks=num_blocks, block_tokens=block_tokens, dtype=_DTYPES[dtype])
         self._attention = GatherAttention(config, self._pool)
         self._model = Llama(config, tensors, self._attention, _DTYPES[dtype])
+        self.vision = VisionEncoder(config.vision, tensors, _DTYPES[dtype]) if config.vision else None
 
     @property
     def vocab_size(self) -> int:
@@ -107,4 +112,5 @@ class Executor(HostBlocks):
                 self._pool.copy(source, target)
             plan = self._attention.plan(rows)
             tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
-            return self._model.forward(tokens, positions, torch.from_numpy(rows.wanted), plan)
+            given = [(first, torch.from_numpy(vectors)) for first, vectors in rows.given]
+            return self._model.forward(tokens, positions, torch.from_numpy(rows.wanted), plan, given)

@@ -13,6 +13,7 @@ from tie.bones.attention import Attention, P_contra
 from tie.bones.config import ModelConfig
 from tie.bones.errors import WeightsError
 from tie.bones.layers import Rope, rms_norm, swiglu
+from tie.bones.vision.config import vision_shapes
 
 
 class Llama(Generic[P_contra]):
@@ -50,7 +51,14 @@ class Llama(Generic[P_contra]):
         if not config.tie_word_embeddings:
             (self._head,) = _placed([tensors["lm_head.weight"]], device)
 
-    def forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor, plan: P_contra) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        wanted: Tensor,
+        plan: P_contra,
+        given: Sequence[tuple[int, Tensor]] = (),
+    ) -> Tensor:
         """Runs the rows of one batch through all layers.
 
         Args:
@@ -58,6 +66,8 @@ class Llama(Generic[P_contra]):
             positions: `[rows]` int64.
             wanted: `[n]` int64, the rows that need logits.
             plan: of the attention, for these rows.
+            given: runs of rows that are vectors already, in the place of their tokens' embeddings: the first row's
+                number, and `[n, hidden_size]` float32.
 
         Returns:
             Logits, `[n, vocab_size]` float32.
@@ -65,6 +75,8 @@ class Llama(Generic[P_contra]):
         eps, dtype = self._config.rms_norm_eps, self._dtype
         tables = self._rope.tables(positions)
         x = embedding(tokens, self._embedding).float()
+        for first, vectors in given:
+            x[first : first + len(vectors)] = vectors
         for number, layer in enumerate(self._layers):
             h = rms_norm(x, layer.attention_norm, eps, dtype)
             qkv = self._project(layer, h, tables)
@@ -188,7 +200,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{prefix}mlp.gate_proj.weight"] = (inner, hidden)
         shapes[f"{prefix}mlp.up_proj.weight"] = (inner, hidden)
         shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
-    return shapes
+    return shapes | (vision_shapes(config.vision, hidden) if config.vision else {})
 
 
 def _check(config: ModelConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:

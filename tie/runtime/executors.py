@@ -22,14 +22,17 @@ _INSTALL: Final = {
 
 
 def make_executor(runtime: RuntimeConfig, model: ModelConfig, weights: Weights, layout: str) -> Executor:
-    """An executor over the owner's memory.
+    """An executor over the owner's memory. A model that takes images is PyTorch's, whatever the layout is called.
 
     Raises:
         BonesError: the weights are not the model's, or the configuration does not suit it.
         ConfigError: what the executor needs is not here: a package, a GPU, memory on it.
         OSError: the native library cannot be loaded.
     """
-    if layout.startswith(NATIVE_PREFIX):
+    if model.vision and layout.startswith(CUDA_PREFIX):
+        hint = "choose another runtime.executor: on a CPU it is seen by PyTorch"
+        raise ConfigError("the executor for a GPU does not run models that take images yet", hint=hint)
+    if layout.startswith(NATIVE_PREFIX) and not model.vision:
         return _native(runtime, model, weights)
     kind, make = (CUDA_PREFIX, _cuda) if layout.startswith(CUDA_PREFIX) else ("torch-", _torch)
     try:
