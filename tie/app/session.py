@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tie.app.frames import Incoming, Limits
 from tie.app.inference import Generation
 from tie.app.outcome import Outcome, RefusalError
-from tie.app.prompt import Model
+from tie.app.prompt import Model, image_parts
 from tie.app.racing import unless
 from tie.app.runtime_link import RuntimeLink, connect
 from tie.app.sender import Sender
@@ -112,15 +112,15 @@ class Session:
         self, runtime: RuntimeLink, model: Model, body: bytes, limits: Limits, deadline: float
     ) -> Outcome:
         # In a thread: a long prompt takes seconds to tokenize, and an abort must be seen meanwhile.
-        asked, turn_key = await asyncio.to_thread(_understand, model, body, limits, self._request_id)
+        asked, images, turn_key = await asyncio.to_thread(_understand, model, body, limits, self._request_id)
         key = self._key(turn_key)
         self._dek.close()  # what is left to do takes minutes
-        if key:
+        if key and not asked.images:  # of an image the tokens say nothing: what is cached could be another's
             from tie.app.reuse import Reuse
 
             self._prompt = tuple(asked.token_ids)
             self._reuse = await Reuse.begin(key, runtime, asked, model.manifest, self._config)
-        self._generation = Generation(asked, model.tokenizer, self._sender)
+        self._generation = Generation(asked, model.tokenizer, self._sender, images)
         return await self._generation.run(runtime.triton, timeout=max(0.001, deadline - time.monotonic()))
 
     def _key(self, turn_key: bytes) -> "ConversationKey | None":
@@ -176,10 +176,11 @@ def _rehearse(model: Model, config: NodeConfig) -> None:
 
 def _understand(
     model: Model, body: bytes, limits: Limits, request_id: str
-) -> tuple[runtime_pb2.GenerateRequest, bytes]:
-    """What the runtime is asked for, and the conversation's turn key, if it has one."""
+) -> tuple[runtime_pb2.GenerateRequest, list[str], bytes]:
+    """What the runtime is asked for, the fields that images came in, and the conversation's turn key, if it has one."""
     try:
         request = parse(body, request_pb2.InferenceRequest)
     except ProtocolError:
         raise RefusalError(app_pb2.STATUS_INVALID_REQUEST, "the body is not an InferenceRequest") from None
-    return model.generate_request(request, limits, request_id), request.turn_key
+    fields = [field for field, _ in image_parts(request)]
+    return model.generate_request(request, limits, request_id), fields, request.turn_key

@@ -174,8 +174,9 @@ def _add_vision(directory: Path, seed: int) -> None:
     backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in added])
     (directory / TOKENIZER_FILE).write_text(backend.to_str(pretty=False))
     (directory / CHAT_TEMPLATE_FILE).write_text(
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% for part in message['content'] %}"
-        "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ '<image>' }}"
+        "{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
         "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
     tower = {

@@ -25,6 +25,7 @@ from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.chooser import Chooser
 from tie.runtime.grammar_compiler import GrammarCompiler
+from tie.runtime.images.sight import Seen
 from tie.runtime.jobs import Job, Jobs, Sink
 from tie.runtime.keeping import Keep
 from tie.runtime.kv_blocks import Restored
@@ -138,6 +139,7 @@ class Engine:
         sink: Sink,
         *,
         restoring: "Future[Restored | None] | None" = None,
+        looking: "Future[tuple[Seen, ...]] | None" = None,
         keep: Keep | None = None,
     ) -> Job:
         """Takes a request; everything that becomes of it, refusal included, goes to `sink`.
@@ -146,15 +148,16 @@ class Engine:
             request: what is asked.
             sink: gets its events.
             restoring: the first blocks of its prompt; it waits for them, and does without where there are none.
+            looking: at its images; it waits for that, and fails where one is refused.
             keep: takes the first choice's blocks when that is complete.
         """
-        job = Job(request, sink, arrived=time.monotonic(), restoring=restoring, keep=keep)
+        job = Job(request, sink, arrived=time.monotonic(), restoring=restoring, looking=looking, keep=keep)
         with self._wake:
             self._unfinished += len(request.params)
         if request.grammar is not None:
             job.compiling = self._grammars.compile(request.grammar)
         self._tell(lambda: self._jobs.admit(job, draining=self._state != engine_pb2.STATE_READY))
-        for awaited in (job.compiling, restoring):
+        for awaited in (job.compiling, restoring, looking):
             if awaited:
                 awaited.add_done_callback(lambda _: self._tell(lambda: self._jobs.prepared(job)))
         return job
@@ -233,7 +236,7 @@ class Engine:
     def _step(self, plan: Plan) -> None:
         began = self._clock()
         copies = tuple((copy.source, copy.target) for copy in plan.copies)
-        logits = np.asarray(self._executor.forward(Batch(tuple(map(_slice, plan.slices)), copies)))
+        logits = np.asarray(self._executor.forward(Batch(tuple(map(self._slice, plan.slices)), copies)))
         self._scheduler.computed(plan)
         self._chooser.add(plan, logits)
         self._chooser.choose()
@@ -289,8 +292,9 @@ class Engine:
         self.metrics.record_pool(self._pool.statistics())
         self.metrics.record_prefix(self._prefix.statistics, self._prefix.hot)
 
-
-def _slice(part: PlannedSlice) -> SequenceSlice:
-    sequence = part.sequence
-    tokens = [*sequence.tokens(part.start, part.known), *part.draft]
-    return SequenceSlice(tokens, part.start, sequence.blocks, part.logits, sequence.residence)
+    def _slice(self, part: PlannedSlice) -> SequenceSlice:
+        sequence = part.sequence
+        tokens = [*sequence.tokens(part.start, part.known), *part.draft]
+        sight = self._jobs.owner(sequence)[0].sight
+        given = sight.within(part.start, part.known) if sight else ()
+        return SequenceSlice(tokens, part.start, sequence.blocks, part.logits, sequence.residence, given)

@@ -14,11 +14,12 @@ from tie.runtime.choice import Choice, Outcome
 from tie.runtime.closing import Closing
 from tie.runtime.grammar import Grammar, GrammarError
 from tie.runtime.grammar_compiler import COMPILE_DEADLINE_S, CompilerBusyError
+from tie.runtime.images.sight import Seen, Sight, placed
 from tie.runtime.keeping import Keep, Keeping, Later
 from tie.runtime.kv_blocks import Restored
 from tie.runtime.metrics import EngineMetrics
 from tie.runtime.prefix_cache import PrefixCache
-from tie.runtime.request import Bounds, Request
+from tie.runtime.request import Bounds, Request, RequestRefusedError
 from tie.runtime.scheduler import Scheduler
 from tie.runtime.sequence import Phase, Priority, Sequence
 
@@ -40,6 +41,8 @@ class Job:
         compiling: its grammar, while that is being compiled.
         restoring: the first blocks of its prompt, while they are being received.
         restored: those blocks, until they have been copied.
+        looking: at its images, while they are being decoded and encoded.
+        sight: what has been seen in them.
         keep: takes the first choice's blocks at its end.
         spoke: whether a token has been generated.
         done: whether its last event has been sent.
@@ -52,6 +55,8 @@ class Job:
     compiling: "Future[Grammar] | None" = None
     restoring: "Future[Restored | None] | None" = None
     restored: Restored | None = None
+    looking: "Future[tuple[Seen, ...]] | None" = None
+    sight: Sight | None = None
     keep: Keep | None = None
     spoke: bool = False
     done: bool = False
@@ -60,6 +65,10 @@ class Job:
     def canary(self) -> bool:
         """Whether this is a health check."""
         return self.request.priority is Priority.CANARY
+
+    def overdue(self, now: float) -> bool:
+        """Whether its deadline has passed."""
+        return self.request.deadline_s is not None and now - self.arrived > self.request.deadline_s
 
 
 class Jobs:
@@ -90,7 +99,7 @@ class Jobs:
     ) -> None:
         self._scheduler = scheduler
         self._prefix = prefix
-        self._max_length = bounds.max_length
+        self._bounds = bounds
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._closing = Closing(tokenizer, end_ids, bounds.vocab_size)
@@ -114,6 +123,8 @@ class Jobs:
             yield
         except CompilerBusyError as error:
             self.fail(job, runtime_pb2.CODE_BUSY, str(error))
+        except RequestRefusedError as error:
+            self.fail(job, error.code, error.detail)
         except GrammarError as error:
             self.fail(job, runtime_pb2.CODE_GRAMMAR, f"grammar: {error}")
         except Exception as error:  # noqa: BLE001 (one bad request never ends the loop)
@@ -131,17 +142,20 @@ class Jobs:
             self.prepared(job)
 
     def prepared(self, job: Job) -> None:
-        """Goes on with a request when all that it waited for is there: its grammar, the blocks to restore."""
+        """Goes on with a request when all that it waited for is there: its grammar, blocks to restore, its images."""
         if job.restoring and job.restoring.done():
             job.restored, job.restoring = job.restoring.result(timeout=0), None
             if job.done and job.restored:
                 job.restored.close()
-        waits = (job.compiling and not job.compiling.done()) or job.restoring
+        waits = job.restoring or any(each and not each.done() for each in (job.compiling, job.looking))
         if job.done or job.choices or waits:
             return
         with self.alone(job):
             grammar = job.compiling.result(timeout=0) if job.compiling else None
             job.compiling = None
+            if job.looking:
+                seen, job.looking = job.looking.result(timeout=0), None
+                job.request, job.sight = placed(job.request, seen, self._bounds)
             if self._has_room(job):
                 self.enqueue(job, grammar)
             else:
@@ -154,7 +168,7 @@ class Jobs:
             Choice(
                 request,
                 index,
-                max_length=self._max_length,
+                max_length=self._bounds.max_length,
                 end_ids=self._end_ids,
                 tokenizer=self._tokenizer,
                 grammar=grammar.fork() if grammar else None,
@@ -222,6 +236,8 @@ class Jobs:
                 self.fail(self._owners[sequence][0], runtime_pb2.CODE_DEADLINE, "deadline_ms: exceeded")
         for job in [job for job in self._jobs if job.compiling and now - job.arrived > COMPILE_DEADLINE_S]:
             self.fail(job, runtime_pb2.CODE_GRAMMAR, "grammar: took too long to compile")
+        for job in [job for job in self._jobs if job.looking and job.overdue(now)]:
+            self.fail(job, runtime_pb2.CODE_DEADLINE, "deadline_ms: exceeded")
 
     def _has_room(self, job: Job) -> bool:
         return job.canary or self._scheduler.room >= len(job.request.params)
@@ -249,6 +265,8 @@ class Jobs:
             job.keep(None)
         if job.compiling:
             job.compiling.cancel()  # so that nobody waits behind a grammar that nobody waits for
+        if job.looking:
+            job.looking.cancel()
         self._jobs.remove(job)
         self._metrics.requests.labels(kind="canary" if job.canary else "request", outcome=outcome).inc()
         job.sink.emit(event, last=True)

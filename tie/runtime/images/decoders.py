@@ -68,8 +68,11 @@ class Decoders:
         return future
 
     def close(self) -> None:
-        """Ends the threads and processes; images that nobody has begun are dropped."""
-        self._workers.shutdown(wait=True, cancel_futures=True)
+        """Ends the threads and processes; images are dropped, also those that are being decoded."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+        self._workers.shutdown(wait=True)
         for process in self._processes:
             process.close()
 
@@ -155,6 +158,12 @@ class _Process:
         if prepared is None:
             raise ImageRefusedError(refusal)
         return prepared
+
+    def kill(self) -> None:
+        """Ends it under the hands of the thread that uses it, which sees that."""
+        process = self._process
+        if process:
+            process.kill()
 
     def close(self) -> None:
         """Ends it."""
