@@ -16,6 +16,7 @@ from tie.bones.executor import Executor
 from tie.runtime.blocks import BlockPool
 from tie.runtime.engine import Engine
 from tie.runtime.grammar_compiler import GrammarCompiler
+from tie.runtime.images.gaze import Gaze
 from tie.runtime.images.looking import make_seer
 from tie.runtime.request import Bounds, check
 from tie.runtime.scheduler import Limits
@@ -104,7 +105,7 @@ class Served:
 
     def ask(self, message):
         request = check(message, self.engine.bounds)
-        return self._submit(request, self.seer.look(request.images) if request.images else None)
+        return self._submit(request, self.seer.look)
 
     def ask_at_once(self, messages):
         """All of them together, when all images have been seen."""
@@ -113,9 +114,11 @@ class Served:
         for look in looks:
             if look:
                 look.result(WAIT_S)
-        return [self._submit(request, look) for request, look in zip(requests, looks, strict=True)]
+        ready = zip(requests, looks, strict=True)
+        return [self._submit(request, lambda *_, look=look: look) for request, look in ready]
 
-    def _submit(self, request, looking):
+    def _submit(self, request, look):
         sink = Collect()
-        sink.job = self.engine.submit(request, sink, looking=looking)
+        gaze = Gaze(request, self.engine.bounds.placeholders, look) if request.images else None
+        sink.job = self.engine.submit(request, sink, gaze=gaze)
         return sink

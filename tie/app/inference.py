@@ -42,6 +42,7 @@ class Generation:
 
     Attributes:
         tokens: ids of the first choice's answer so far, as the runtime sends them.
+        looked: what the runtime says of the images.
 
     Args:
         request: what the runtime is asked for.
@@ -63,6 +64,7 @@ class Generation:
         self._image_fields = image_fields
         self._texts = [ChoiceText(tokenizer.stream_decoder()) for _ in range(request.n)]
         self.tokens: list[int] = []
+        self.looked: Sequence[runtime_pb2.ImageSize] = ()
         self._counts = [0] * request.n
         self._finished: dict[int, runtime_pb2.Finished] = {}
 
@@ -125,6 +127,8 @@ class Generation:
                 self._tokens(event.tokens)
             case "finished":
                 self._finish(event.finished)
+            case "looked":
+                self.looked = event.looked.sizes
             case "failed":
                 status = _STATUS.get(event.failed.code, app_pb2.STATUS_INTERNAL)
                 raise RefusalError(status, self._named(event.failed.detail))

@@ -11,7 +11,7 @@ from tie.app.outcome import RefusalError, invalid, unsupported
 from tie.app.sampling import check_options, output_tokens, sampling
 from tie.assets.bundle import Bundle, open_bundle
 from tie.assets.chat import ChatError, ChatMessage, ChatTemplate, Role, ToolCall
-from tie.assets.images import MAX_IMAGE_BYTES, MAX_IMAGES
+from tie.assets.images import MAX_IMAGE_BYTES, MAX_IMAGES, Placeholders
 from tie.assets.manifest import CHAT_TEMPLATE_FILE, Manifest
 from tie.assets.tokenizer import Tokenizer, load_tokenizer
 from tie.daemon.config import NodeConfig
@@ -28,11 +28,13 @@ class Model:
     Attributes:
         tokenizer: text to ids and back.
         context_tokens: prompt and answer together.
+        placeholders: what stands for images in a prompt; None: the model takes none.
     """
 
     bundle: Bundle
     tokenizer: Tokenizer
     context_tokens: int
+    placeholders: Placeholders | None
     _template: ChatTemplate | None
     _template_takes_tools: bool
     _tagged_calls: bool
@@ -53,6 +55,7 @@ class Model:
             bundle=bundle,
             tokenizer=tokenizer,
             context_tokens=min(own, config.runtime.context_tokens or own),
+            placeholders=Placeholders.of(bundle.manifest, tokenizer),
             _template=ChatTemplate.load(bundle, tokenizer) if chat else None,
             _template_takes_tools=b"tools" in source,
             _tagged_calls=constraints.CALL_TAGS[0].rstrip().encode() in source,

@@ -43,7 +43,7 @@ def read_directory(path: Path) -> ModelSource:
     """
     config = _json(path / "config.json")
     shards = _shards(path)
-    stored = [tensor for name, shard in shards.items() for tensor in _read_header(name, shard)]
+    stored = [tensor for name, shard in shards.items() for tensor in read_header(name, shard)]
     images = None
     if config.get("model_type") in vision_reader.KINDS:
         stored = [msgspec.structs.replace(tensor, name=vision_reader.canonical(tensor.name)) for tensor in stored]
@@ -199,7 +199,12 @@ def _shards(path: Path) -> dict[str, Path]:
     return {name: path / name for name in names}
 
 
-def _read_header(name: str, path: Path) -> list[StoredTensor]:
+def read_header(name: str, path: Path) -> list[StoredTensor]:
+    """Where each tensor of a safetensors file lies.
+
+    Raises:
+        BundleError: it is none.
+    """
     try:
         with path.open("rb") as stream:
             (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))

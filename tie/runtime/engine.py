@@ -4,8 +4,7 @@
 
 Everybody else talks to it through thread-safe calls (`submit`, `cancel`, `drain`, `status`), which leave a note in its
 inbox; it reads the inbox between two steps, so each is honoured within one. A request that misbehaves fails alone. If
-the executor itself fails, every request is told so, the engine is FAILED for good and `on_failure` is called: nothing
-can be trusted any more, and the process must go.
+the executor itself fails, all are told so, the engine is FAILED for good, and `on_failure` ends the process.
 """
 
 import math
@@ -25,7 +24,7 @@ from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.chooser import Chooser
 from tie.runtime.grammar_compiler import GrammarCompiler
-from tie.runtime.images.sight import Seen
+from tie.runtime.images.gaze import Gaze
 from tie.runtime.jobs import Job, Jobs, Sink
 from tie.runtime.keeping import Keep
 from tie.runtime.kv_blocks import Restored
@@ -139,7 +138,7 @@ class Engine:
         sink: Sink,
         *,
         restoring: "Future[Restored | None] | None" = None,
-        looking: "Future[tuple[Seen, ...]] | None" = None,
+        gaze: Gaze | None = None,
         keep: Keep | None = None,
     ) -> Job:
         """Takes a request; everything that becomes of it, refusal included, goes to `sink`.
@@ -148,16 +147,16 @@ class Engine:
             request: what is asked.
             sink: gets its events.
             restoring: the first blocks of its prompt; it waits for them, and does without where there are none.
-            looking: at its images; it waits for that, and fails where one is refused.
+            gaze: at its images; it waits for that, and fails where one is refused.
             keep: takes the first choice's blocks when that is complete.
         """
-        job = Job(request, sink, arrived=time.monotonic(), restoring=restoring, looking=looking, keep=keep)
+        job = Job(request, sink, arrived=time.monotonic(), restoring=restoring, gaze=gaze, keep=keep)
         with self._wake:
             self._unfinished += len(request.params)
         if request.grammar is not None:
             job.compiling = self._grammars.compile(request.grammar)
         self._tell(lambda: self._jobs.admit(job, draining=self._state != engine_pb2.STATE_READY))
-        for awaited in (job.compiling, restoring, looking):
+        for awaited in (job.compiling, restoring):
             if awaited:
                 awaited.add_done_callback(lambda _: self._tell(lambda: self._jobs.prepared(job)))
         return job
@@ -222,6 +221,7 @@ class Engine:
                 if self._speculates:
                     self._speculation.draft(self._scheduler.decoding())
                 plan = self._scheduler.plan(self._pace.tokens, self._restore)
+                self._jobs.lost(plan.preempted)
                 if plan.slices:
                     self._step(plan)
                 elif self._chooser:
@@ -295,6 +295,6 @@ class Engine:
     def _slice(self, part: PlannedSlice) -> SequenceSlice:
         sequence = part.sequence
         tokens = [*sequence.tokens(part.start, part.known), *part.draft]
-        sight = self._jobs.owner(sequence)[0].sight
-        given = sight.within(part.start, part.known) if sight else ()
+        gaze = self._jobs.owner(sequence)[0].gaze
+        given = gaze.sight.within(part.start, part.known) if gaze and gaze.sight else ()
         return SequenceSlice(tokens, part.start, sequence.blocks, part.logits, sequence.residence, given)

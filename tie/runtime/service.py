@@ -26,6 +26,7 @@ from tie.runtime.control_server import ControlServer
 from tie.runtime.engine import Engine
 from tie.runtime.executors import make_executor
 from tie.runtime.grammar_compiler import GrammarCompiler
+from tie.runtime.images.gaze import Gaze
 from tie.runtime.images.looking import make_seer
 from tie.runtime.jobs import Job, Sink
 from tie.runtime.kv_blocks import Format, Kept
@@ -113,14 +114,14 @@ class RuntimeService:
 
     def submit(self, request: Request, sink: Sink) -> Job:
         """Takes a request, with the transfers that its tickets stand for, into the engine."""
-        restoring = keep = looking = None
-        if request.images and self._seer:
-            looking = self._seer.look(request.images)
+        restoring = keep = gaze = None
+        if request.images and self._seer and self.engine.bounds.placeholders:
+            gaze = Gaze(request, self.engine.bounds.placeholders, self._seer.look)
         if request.import_ticket:
-            restoring = self._transfers.restore(request.import_ticket, len(request.prompt))
+            restoring = self._transfers.restore(request.import_ticket, request.prompt_length)
         if request.export_ticket:
             keep = self._transfers.keeper(request.export_ticket)
-        return self.engine.submit(request, sink, restoring=restoring, looking=looking, keep=keep)
+        return self.engine.submit(request, sink, restoring=restoring, gaze=gaze, keep=keep)
 
     def close(self, *, drain_s: float) -> None:
         """Drains for at most `drain_s` seconds and ends the engine; kv.sock goes last: that is the death notice."""

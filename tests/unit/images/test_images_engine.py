@@ -1,21 +1,23 @@
 """Requests with images through the engine: what the model says is what it says to the vectors themselves."""
 
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from image_corpus import photograph, saved
+from tie.assets.images import Expanded
 from tie.assets.sample import make_sample_vision_bundle
 from tie.bones.executor import Batch, SequenceSlice
 from tie.proto import runtime_pb2 as pb
 from tie.runtime.images.decoding import decode
+from tie.runtime.images.gaze import Gaze
 from tie.runtime.images.limits import Limits
 from tie.runtime.images.preparing import Preparation, prepare
 from tie.runtime.images.seer import Seer
-from tie.runtime.images.sight import Seen, Sight, placed
+from tie.runtime.images.sight import Seen, Sight
 from tie.runtime.request import Bounds, RequestRefusedError, check
 from vision_runtime import MAX_LENGTH, Model
 from waiting import wait_for
@@ -50,6 +52,12 @@ BAD = b"GIF89a no picture"
 PICTURES_AND_BAD = [*PICTURES, BAD]
 
 
+def done(value):
+    future = Future()
+    future.set_result(value)
+    return future
+
+
 def expected(model, asked, tokens):
     """Token by token, over the vectors of each image's squares."""
     executor = model.executor()
@@ -61,7 +69,10 @@ def expected(model, asked, tokens):
     bounds = Bounds(model.config.vocab_size, MAX_LENGTH, model.placeholders)
     request, sight = check(asked, bounds), None
     if seen:
-        request, sight = placed(request, seen, bounds)
+        gaze = Gaze(request, model.placeholders, lambda *_: done(tuple(seen)))
+        gaze.begin(0)
+        gaze.take()
+        request, sight = gaze.place(request, bounds), gaze.sight
     known, table, said, scores = list(request.prompt), list(range(100)), [], []
     for _ in range(tokens):
         given = sight.within(0, len(known)) if sight else ()
@@ -107,7 +118,8 @@ def test_answers_are_those_to_the_vectors(model, way):
 def test_it_is_the_image_that_is_seen(model):
     with model.served() as served:
         seen = [served.ask(message(model, b"a", picture, b"b")).wait()[0] for picture in PICTURES]
-    assert len({round(events[0].tokens.logprobs[0].logprob, 3) for events in seen}) == 3
+    firsts = [next(event.tokens for event in events if event.HasField("tokens")) for events in seen]
+    assert len({round(first.logprobs[0].logprob, 3) for first in firsts}) == 3
 
 
 def test_squares_of_several_requests_share_passes(model):
@@ -211,8 +223,9 @@ def test_what_ends_drops_what_is_under_way(model):
 
 
 def test_vectors_and_places_must_agree():
+    prompt = Expanded((1, 2, 7, 7), ((2, 4),))
     with pytest.raises(ValueError, match="differ"):
-        Sight([1, 2, 7, 7], 7, np.zeros((3, 4), dtype=np.float32))
+        Sight(prompt, 7, {0: Seen(0, 0, np.zeros((3, 4), dtype=np.float32))})
 
 
 @pytest.mark.parametrize(

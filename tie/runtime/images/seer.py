@@ -100,8 +100,12 @@ class Seer:
         self._thread = threading.Thread(target=self._run, name="vision-encoder", daemon=True)
         self._thread.start()
 
-    def look(self, images: Sequence[bytes]) -> "Future[tuple[Seen, ...]]":
+    def look(self, images: Sequence[bytes], numbers: Sequence[int] = ()) -> "Future[tuple[Seen, ...]]":
         """Starts on a request's images, at least one. Cancel the future when nobody wants to know any more.
+
+        Args:
+            images: their files.
+            numbers: which of the request's they are; by default all.
 
         The future raises RequestRefusedError: one is not decoded, or too many are under way.
         """
@@ -114,7 +118,8 @@ class Seer:
             look.future.set_exception(_busy("too many are under way"))
             return look.future
         for position, data in enumerate(images):
-            self._decoders.decode(data).add_done_callback(partial(self._decoded, look, position))
+            number = numbers[position] if numbers else position
+            self._decoders.decode(data).add_done_callback(partial(self._decoded, look, position, number))
         return look.future
 
     def close(self) -> None:
@@ -123,7 +128,7 @@ class Seer:
         self._waiting.put(None)
         self._thread.join(_END_S)
 
-    def _decoded(self, look: _Look, position: int, image: "Future[Prepared]") -> None:
+    def _decoded(self, look: _Look, position: int, number: int, image: "Future[Prepared]") -> None:
         error = None if image.cancelled() else image.exception()
         with self._lock:
             if image.cancelled():
@@ -134,7 +139,7 @@ class Seer:
             elif isinstance(error, ImageRefusedError):
                 code = error.refusal.code
                 self.counts.refused[code] = self.counts.refused.get(code, 0) + 1
-                error = _refused(position, error.refusal)
+                error = _refused(number, error.refusal)
             elif isinstance(error, DecodersBusyError):
                 error = _busy(str(error))
             look.left -= 1
@@ -196,8 +201,8 @@ class Seer:
             self._reserved -= look.room
 
 
-def _refused(position: int, refusal: Refusal) -> RequestRefusedError:
-    return RequestRefusedError(runtime_pb2.CODE_IMAGE, f"images[{position}]: {refusal.code}: {refusal.text}")
+def _refused(number: int, refusal: Refusal) -> RequestRefusedError:
+    return RequestRefusedError(runtime_pb2.CODE_IMAGE, f"images[{number}]: {refusal.code}: {refusal.text}")
 
 
 def _busy(why: str) -> RequestRefusedError:
