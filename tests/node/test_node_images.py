@@ -18,16 +18,22 @@ import psutil
 import pytest
 
 from image_corpus import bombs, cases, photograph, saved
+from memory_search import Search
 from node_log import SAVED, logged
 from tie.assets.sample import make_sample_vision_bundle
+from tie.cli import control
 from tie.device.conversations import Conversation
 from tie.device.errors import RequestRefusedError
 from tie.device.request import with_images
+from tie.proto import control_pb2
+from tie.runtime.images.decoding import decode
+from tie.runtime.images.limits import Limits
 from waiting import wait_for
 
 pytestmark = pytest.mark.node
 
 ANSWER_S = 60
+SIDE = 96  # which is neither enlarged nor shrunk: its pixels are the encoder's
 PNG = saved(photograph(90, 60), "PNG")
 JPEG = saved(photograph(70, 90, seed=1), "JPEG")
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
@@ -93,7 +99,7 @@ def test_the_command_line_sends_a_file(running_node, tmp_path):
 async def test_hostile_files_are_refused_and_the_node_goes_on(client, model, node):
     runtime = (await node.status()).runtime.instance_id
     refused = [case for case in [*cases(), *bombs()] if case.refusal and case.data]
-    one_of_each = list({case.refusal: case for case in refused}.values())[::2]
+    one_of_each = list({case.refusal: case for case in refused}.values())[::3]
     for case in one_of_each:
         with pytest.raises(RequestRefusedError) as raised:
             await ask(client, model, case.data)
@@ -178,3 +184,57 @@ def test_nothing_of_an_image_is_in_the_log(running_node):
     assert "GIF89a" not in text
     assert base64.b64encode(PNG).decode()[:40] not in text
     assert Path(running_node.run_dir).exists()
+
+
+# --- remanence ---
+
+
+def needles(data: bytes) -> dict[str, bytes]:
+    """Pieces of the file, of rows of its pixels, and of the same as numbers, row by row and patch by patch."""
+    pixels = decode(data, Limits())
+    numbers = ((pixels.astype(np.float32) / 255 - np.float32(0.5)) / np.float32(0.5)).astype(np.float32)
+    found = {f"file: {at}": data[at : at + 64] for at in range(100, len(data) - 200, 1500)}
+    for row in range(5, SIDE, 20):
+        for column in range(3, SIDE - 29, 32):  # within one square
+            found[f"pixels: {row} {column}"] = pixels[row, column : column + 28].tobytes()
+            found[f"numbers: {row} {column}"] = numbers[row, column : column + 20].tobytes()
+        for column in range(0, SIDE, 32):
+            patch = numbers[row // 8 * 8 : row // 8 * 8 + 8, column : column + 8].transpose(2, 0, 1)
+            found[f"patches: {row} {column}"] = np.ascontiguousarray(patch).tobytes()[:160]
+    return found
+
+
+def look(wanted, processes, *, node=None) -> dict:
+    search = Search(wanted)
+    search.processes(processes)
+    if node:
+        search.files([*Path(node.run_dir).rglob("*"), *Path("/dev/shm").rglob("*")])
+        search.text(node.log_text(), "the log")
+    return search.findings
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="reads the memory of other processes")
+async def test_an_image_is_nowhere_once_the_runtime_was_recycled(node, client, model, served):
+    data = saved(np.frombuffer(os.urandom(SIDE * SIDE * 3), dtype=np.uint8).reshape(SIDE, SIDE, 3), "PNG")
+    wanted = needles(data)
+    mine = await asyncio.to_thread(look, wanted, [psutil.Process()])
+    kinds = {name.split(":")[0] for name in wanted}
+    assert kinds == {"file", "pixels", "numbers", "patches"}
+    assert {name.split(":")[0] for hits in mine.hits.values() for name in hits} == kinds, "the search finds each kind"
+
+    question = [with_images("What is this?", [data])]
+    answer = await client.chat(question, model=model, temperature=0.0, max_tokens=400, ignore_eos=True)
+    await anext(aiter(answer))
+    runtime = node.find("triton_python_backend_stub")
+    during = await asyncio.to_thread(look, wanted, [*runtime, *node.find("tie-cloud-app")])
+    await answer.result()
+    assert any(name.startswith("file") for hits in during.hits.values() for name in hits)
+
+    async with control.connected(node.run_dir) as connection:
+        async for progress in connection.node.Recycle(control_pb2.RecycleRequest(reason="operator"), timeout=120):
+            if progress.finished:
+                break
+    await served()
+    after = await asyncio.to_thread(look, wanted, node.processes(), node=node)
+    assert after.hits == {}
+    assert after.searched > 64 << 20

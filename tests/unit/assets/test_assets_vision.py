@@ -8,6 +8,7 @@ import pytest
 from tie.assets import sample
 from tie.assets.build import create_bundle, read_source
 from tie.assets.bundle import open_bundle
+from tie.assets.digits.bundle import with_digits
 from tie.assets.safetensors_reader import read_directory
 from tie.assets.sample import make_sample_vision_bundle, write_sample_model
 from tie.assets.tensors import load_index
@@ -107,3 +108,8 @@ def test_the_image_processor_may_be_in_the_newer_file(directory):
 )
 def test_names_of_checkpoints_old_and_new(name, known):
     assert canonical(name) == known
+
+
+def test_the_digits_demo_is_for_its_model_alone(directory):
+    with pytest.raises(BundleError, match="SmolLM2"):
+        with_digits(read_directory(directory))
