@@ -67,9 +67,9 @@ def _native(runtime: RuntimeConfig, model: ModelConfig, weights: Weights) -> Exe
     return NativeExecutor(
         model,
         byte_views(weights.arena, weights.entries),
-        num_blocks=_blocks(runtime),
+        num_blocks=block_count(runtime),
         block_tokens=runtime.block_tokens,
-        threads=_threads(runtime),
+        threads=thread_count(runtime),
         adapt=runtime.threads == 0,
         weights=runtime.weights,
     )
@@ -81,10 +81,10 @@ def _torch(runtime: RuntimeConfig, model: ModelConfig, weights: Weights) -> Exec
     return TorchExecutor(
         model,
         tensor_views(weights.arena, weights.entries),
-        num_blocks=_blocks(runtime),
+        num_blocks=block_count(runtime),
         block_tokens=runtime.block_tokens,
         dtype=runtime.dtype,
-        threads=_threads(runtime),
+        threads=thread_count(runtime),
     )
 
 
@@ -94,15 +94,18 @@ def _cuda(runtime: RuntimeConfig, model: ModelConfig, weights: Weights) -> Execu
     return CudaExecutor(
         model,
         tensor_views(weights.arena, weights.entries),
-        num_blocks=_blocks(runtime),
+        num_blocks=block_count(runtime),
         block_tokens=runtime.block_tokens,
         most_decoding=runtime.max_running,
     )
 
 
-def _blocks(runtime: RuntimeConfig) -> int:
+def block_count(runtime: RuntimeConfig) -> int:
+    """Blocks of the KV pool."""
     return max(1, runtime.kv_tokens // runtime.block_tokens)
 
 
-def _threads(runtime: RuntimeConfig) -> int:
-    return runtime.threads or len(os.sched_getaffinity(0))
+def thread_count(runtime: RuntimeConfig) -> int:
+    """Threads of a rank on a CPU."""
+    ranks = runtime.tensor_parallel * runtime.pipeline_parallel
+    return runtime.threads or max(1, len(os.sched_getaffinity(0)) // ranks)

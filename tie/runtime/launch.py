@@ -12,7 +12,8 @@ from typing import Final, NoReturn
 
 from tie.daemon import config as node_config
 from tie.daemon import log, socket_path
-from tie.daemon.errors import TieError
+from tie.daemon.errors import ConfigError, TieError
+from tie.daemon.hardening import own_network
 from tie.daemon.service import options, refuse
 from tie.runtime import environment, triton_server
 
@@ -46,7 +47,8 @@ def prepare(config_path: Path) -> dict[str, str]:
         The environment for supervisord and its programs.
 
     Raises:
-        UserError: the configuration or the installation is not usable, or there is not the GPU that it asks for.
+        UserError: the configuration or the installation is not usable, or there is not the GPU that it asks for, or
+            several ranks and no network that is theirs alone.
         SocketInUseError: another runtime is live on this run directory.
     """
     config = node_config.load(config_path)
@@ -54,6 +56,10 @@ def prepare(config_path: Path) -> dict[str, str]:
         from tie.runtime.executors import require_gpu  # and with it numpy, which others need not wait for here
 
         require_gpu()
+    ranks = config.runtime.tensor_parallel * config.runtime.pipeline_parallel
+    if ranks > 1 and not own_network():
+        hint = "allow user namespaces, or give it one: PrivateNetwork=yes, as the unit does (docs/ranks.md)"
+        raise ConfigError("several ranks need a network of their own to meet in, and cannot make one", hint=hint)
     installation = triton_server.find_installation()
     directory = config.sockets.engine.parent
     lock = socket_path.claim(directory / "runtime")
@@ -66,7 +72,7 @@ def prepare(config_path: Path) -> dict[str, str]:
         config.sockets.triton.unlink()
     triton_server.build(directory / "triton", installation)
     instance_id = secrets.token_hex(16)
-    threads = config.runtime.threads or len(os.sched_getaffinity(0))
+    threads = config.runtime.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
     log.event("runtime.launched", instance_id=instance_id)
     log_file, log_level = _output()
     return {
