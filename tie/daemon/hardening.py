@@ -50,6 +50,9 @@ def own_network() -> bool:
 
     Returns:
         Whether it has such a network now; where the kernel does not give one, that is so if it had one already.
+
+    Raises:
+        OSError: the kernel gave one, and not what goes with it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     uid, gid = os.geteuid(), os.getegid()

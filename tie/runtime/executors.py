@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -21,8 +22,20 @@ _INSTALL: Final = {
 }
 
 
-def make_executor(runtime: RuntimeConfig, model: ModelConfig, weights: Weights, layout: str) -> Executor:
+Make = Callable[[RuntimeConfig, ModelConfig, Weights], Executor]
+
+
+def make_executor(
+    runtime: RuntimeConfig, model: ModelConfig, weights: Weights, layout: str, *, ranked: Make | None = None
+) -> Executor:
     """An executor over the owner's memory.
+
+    Args:
+        runtime: what the operator wants of it.
+        model: its shape.
+        weights: the owner's.
+        layout: how they are packed.
+        ranked: makes one over several ranks; None: there is one.
 
     Raises:
         BonesError: the weights are not the model's, or the configuration does not suit it.
@@ -31,7 +44,7 @@ def make_executor(runtime: RuntimeConfig, model: ModelConfig, weights: Weights, 
     """
     if layout.startswith(NATIVE_PREFIX):
         return _native(runtime, model, weights)
-    kind, make = (CUDA_PREFIX, _cuda) if layout.startswith(CUDA_PREFIX) else ("torch-", _torch)
+    kind, make = (CUDA_PREFIX, _cuda) if layout.startswith(CUDA_PREFIX) else ("torch-", ranked or _torch)
     try:
         return make(runtime, model, weights)
     except ModuleNotFoundError as error:

@@ -6,6 +6,7 @@ One live runtime per run directory: the lock taken here is held by supervisord f
 import contextlib
 import os
 import secrets
+import socket
 import sys
 from pathlib import Path
 from typing import Final, NoReturn
@@ -22,6 +23,8 @@ from tie.runtime import environment, triton_server
 LIBRARY_CACHES: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 
 _NAME: Final = "tie-afm-runtime"
+_LOOPBACK: Final = "127.0.0.1"
+_MEETING_S: Final = 2.0
 
 
 def main() -> NoReturn:
@@ -57,9 +60,8 @@ def prepare(config_path: Path) -> dict[str, str]:
 
         require_gpu()
     ranks = config.runtime.tensor_parallel * config.runtime.pipeline_parallel
-    if ranks > 1 and not own_network():
-        hint = "allow user namespaces, or give it one: PrivateNetwork=yes, as the unit does (docs/ranks.md)"
-        raise ConfigError("several ranks need a network of their own to meet in, and cannot make one", hint=hint)
+    if ranks > 1:
+        _require_meeting_place()
     installation = triton_server.find_installation()
     directory = config.sockets.engine.parent
     lock = socket_path.claim(directory / "runtime")
@@ -99,6 +101,26 @@ def prepare(config_path: Path) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+
+
+def _require_meeting_place() -> None:
+    """That ranks can meet on loopback, and that nobody else is there.
+
+    Raises:
+        ConfigError: they cannot, or somebody may be.
+    """
+    if not own_network():
+        hint = "allow user namespaces, or give it one: PrivateNetwork=yes, as the unit does (docs/ranks.md)"
+        raise ConfigError("several ranks need a network of their own, and this process cannot make one", hint=hint)
+    try:
+        with (
+            socket.create_server((_LOOPBACK, 0)) as server,
+            socket.create_connection(server.getsockname(), _MEETING_S),
+        ):
+            pass
+    except OSError as error:
+        hint = "under systemd the unit needs the drop-in that docs/ranks.md has"
+        raise ConfigError("several ranks need TCP on loopback, which is not allowed here", hint=hint) from error
 
 
 def _output() -> tuple[str, str]:

@@ -7,6 +7,8 @@ from typing import Any
 from tie.bones.batch import Batch
 from tie.bones.blocks import HostBlocks
 from tie.bones.errors import InputError
+from tie.runtime.kv_blocks import PartMemory
+from tie.runtime.step_executor import Executor
 
 
 class RankMemory(HostBlocks):
@@ -39,7 +41,7 @@ class RankedExecutor:
         self.layout_id: str = own.layout_id
         self.num_blocks: int = own.num_blocks
         self.block_tokens: int = own.block_tokens
-        self.parts = (own, *others)
+        self.parts: tuple[PartMemory, ...] = (own, *others)
         self.block_bytes: int = sum(part.block_bytes for part in self.parts)
         self._own = own
 
@@ -60,3 +62,8 @@ class RankedExecutor:
         for part in self.parts:
             part.write_block(block, source[start : start + part.block_bytes])
             start += part.block_bytes
+
+
+def parts_of(executor: Executor) -> Sequence[PartMemory]:
+    """The ranks' parts of an executor's memory, in their order; of one that is alone, itself."""
+    return executor.parts if isinstance(executor, RankedExecutor) else (executor,)

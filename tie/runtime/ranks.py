@@ -31,7 +31,7 @@ from tie.bones.batch import Batch
 from tie.bones.config import ModelConfig
 from tie.bones.errors import ConfigError as ModelError
 from tie.daemon import log
-from tie.daemon.config import NodeConfig
+from tie.daemon.config import NodeConfig, RuntimeConfig
 from tie.daemon.errors import ConfigError, ProtocolError
 from tie.daemon.layout import split_for
 from tie.proto import ranks_pb2
@@ -71,11 +71,12 @@ class Ranks:
         self._thread.start()
         started.result(_SPAWN_S)
 
-    def executor(self, model: ModelConfig, weights: Weights) -> RankedExecutor:
-        """The executor over all ranks, once they have joined.
+    def executor(self, runtime: RuntimeConfig, model: ModelConfig, weights: Weights) -> RankedExecutor:
+        """The executor over all ranks, once they have joined; an `executors.Make`.
 
         Raises:
             ConfigError: the model cannot be split so.
+            ModuleNotFoundError: PyTorch is not installed.
             BonesError: the weights are not the model's, or a rank did not come.
             PeerError: a rank has ended, is silent, or has other weights.
         """
@@ -84,7 +85,7 @@ class Ranks:
         from tie.bones.executor import DTYPES
         from tie.bones.parallel import Links, RankExecutor
 
-        runtime, split = self._config.runtime, self._split
+        split = self._split
         deadline = time.monotonic() + self._config.probe.start_deadline_s
         memories = []
         for rank, channel in enumerate(self._channels, 1):

@@ -32,8 +32,8 @@ from tie.runtime.kv_transfer import Limits as TransferLimits
 from tie.runtime.kv_transfer import Transfers
 from tie.runtime.owner_client import Weights, attach
 from tie.runtime.prefix_cache import PrefixCache
-from tie.runtime.prefix_pool import Place
 from tie.runtime.prefixes import Prefixes, WarmError
+from tie.runtime.ranked_executor import parts_of
 from tie.runtime.ranks import Ranks
 from tie.runtime.request import Bounds, Request, RequestRefusedError, check
 from tie.runtime.scheduler import Limits
@@ -68,19 +68,15 @@ class RuntimeService:
         if (self._weights.model, self._weights.release) != (manifest.model, manifest.release):
             raise ConfigError("the model owner serves another model than this node's bundle")
         model = ModelConfig.from_json(self._weights.config_json)
-        self._executor = (
-            self._ranks.executor(model, self._weights)
-            if self._ranks
-            else make_executor(runtime, model, self._weights, layout)
-        )
+        ranked = self._ranks.executor if self._ranks else None
+        self._executor = make_executor(runtime, model, self._weights, layout, ranked=ranked)
         format_ = _format(manifest, self._executor)
         prefix = self._prefix = PrefixCache(BlockPool(self._executor.num_blocks, self._executor.block_tokens))
         self.prefixes = Prefixes(
             config.sockets.owner,
             manifest,
             format=format_,
-            place=Place(),
-            memory=self._executor,
+            parts=parts_of(self._executor),
             most_blocks=prefix.pool.total // 2,  # see Keeping
             on_ready=lambda trie, pool: prefix.open(trie, pool, self._executor),
         )

@@ -1,6 +1,8 @@
 """A real runtime on two ranks, by heads and by layers: the answers of one rank, transfers, and the death of a rank."""
 
 import asyncio
+import hashlib
+import os
 import signal
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from kvxfer import transfer
 from kvxfer.channel import Channel
 from kvxfer.transfer import Consumer
 from tie.app.runtime_link import connect
+from tie.assets.bundle import open_bundle
 from tie.bones.batch import Batch, SequenceSlice
 from tie.bones.config import ModelConfig
 from tie.daemon.config import RuntimeConfig
@@ -19,12 +22,14 @@ from tie.daemon.triton import TritonClient
 from tie.proto import engine_pb2
 from tie.proto import runtime_pb2 as pb
 from tie.runtime.executors import make_executor
+from tie.runtime.kv_blocks import Format
 from tie.runtime.owner_client import attach
+from tie.runtime.prefix_pool import Place, PoolClient
 from waiting import wait_for
 
 WAIT_S = 60.0
 NOTICE_S = 5.0
-DEADLINE_S = 3.0
+DEADLINE_S = 2.0
 COUNT = 24
 LAYOUT = "torch-cpu-f32"
 SPLITS = {"tp2": "tensor_parallel = 2", "pp2": "pipeline_parallel = 2"}
@@ -123,6 +128,49 @@ def test_ranks_have_a_network_of_their_own(node, runtime):
 
 def _network(process) -> Path:
     return Path(f"/proc/{process}/ns/net").readlink()
+
+
+async def test_registered_prompts_are_computed_once_for_all_ranks(node, runtime, alone):
+    """Restored by the next runtime; where a rank has none, discarded, and computed afresh. Never another answer."""
+    (registered,) = open_bundle(node.directory / "bundle").manifest.system_prompts
+    prompt = [*registered.token_ids, *range(60, 90)]
+    whole = len(registered.token_ids) // 16 * 16
+    expected = alone(prompt)
+
+    async def served():
+        async with connect(node.config) as link:
+            tokens, end = await answer(link, prompt)
+        return tokens, end.cached_tokens
+
+    async def warmed():
+        return (await node.engine(warm=engine_pb2.WarmRequest(prompt_index=0))).status.prefix
+
+    first = await warmed()
+    assert (first.state, first.restored, await served()) == ("sealed", False, (expected, whole))
+    runtime.stop()
+    second = node.launch()
+    assert (await warmed()).restored
+    assert await served() == (expected, whole)
+    second.stop()
+    _lose_a_rank(node.sockets.owner)
+    third = node.launch()
+    assert third.has("prefix.discarded", reason="rank-not-ready")
+    assert await served() == (expected, 0)
+    assert (await warmed()).state == "sealed"
+    assert await served() == (expected, whole)
+
+
+def _lose_a_rank(owner):
+    """Leaves a sealed pool of rank 1 and none of rank 0."""
+    client = PoolClient(owner, Place(1, 2))
+    client.reset()
+    header = Format("sample", "release", "layout", 16, 64).header(0, 1)
+    pool, metadata = client.allocate(header, 1)
+    os.pwrite(metadata, b"x", 0)
+    client.seal(b"x", hashlib.sha256(b"x").digest(), bytes(32))
+    os.close(pool)
+    os.close(metadata)
+    client.close()
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
