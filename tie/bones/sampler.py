@@ -96,7 +96,7 @@ class _Dice:
 
     def __init__(self) -> None:
         self._philox = np.random.Philox()
-        self._start: dict[str, Any] = dict(self._philox.state)
+        self._start = self._philox.state
         self._generator = np.random.Generator(self._philox)
 
     def cast(self, seed: int, position: int) -> np.random.Generator:
