@@ -48,8 +48,10 @@ class Ranks:
         kept = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
         safetensors.torch.save_file(kept, f"{model}.safetensors")
         self.tell({"model": str(model), "config": dataclasses.asdict(config), "timeout": timeout, "options": options})
-        self.links.append(Links(self.split, model, timeout=timeout))
-        return RankExecutor(config, tensors, self.links[-1], announce=self._announce, **options)
+        self.links.append(Links(self.split, timeout=timeout))
+        executor = RankExecutor(config, tensors, self.links[-1], announce=self._announce, **options)
+        self.links[-1].meet(model)
+        return executor
 
     def tell(self, message: dict[str, Any]) -> None:
         line = json.dumps(message) + "\n"
@@ -81,9 +83,10 @@ def main() -> None:
         message = json.loads(line)
         if model := message.get("model"):
             config = ModelConfig.from_json(json.dumps(message["config"]))
-            links = Links(split, Path(model), timeout=message["timeout"])
+            links = Links(split, timeout=message["timeout"])
             tensors = safetensors.torch.load_file(f"{model}.safetensors")
             executor = RankExecutor(config, tensors, links, **message["options"])
+            links.meet(Path(model))
             continue
         assert executor is not None
         slices = tuple(SequenceSlice(*fields) for fields in message["slices"])

@@ -38,25 +38,39 @@ class Links:
 
     Args:
         split: which rank.
-        meeting: a file that all ranks can write and nobody else can, in which they find each other; not there before.
         timeout: seconds for each exchange, the first included.
         address: of this rank, for the others; theirs alone.
-
-    Raises:
-        RankError: the others did not come in time.
     """
 
-    def __init__(self, split: Split, meeting: Path, *, timeout: float, address: str = LOOPBACK) -> None:
+    def __init__(self, split: Split, *, timeout: float, address: str = LOOPBACK) -> None:
         self.split = split
         self._timeout = timedelta(seconds=timeout)
+        self._address = address
+        self._all: Any = None
+        self._shards: Any = None
+
+    def meet(self, meeting: Path) -> None:
+        """Connects all ranks, each of which has to be ready for a step by then. Once.
+
+        When it returns all are connected, and nobody needs the file any more.
+
+        Args:
+            meeting: a file that all ranks can write and nobody else can, in which they find each other; not there yet.
+
+        Raises:
+            RankError: the others did not come in time.
+        """
+        split = self.split
         with _translated():
             store = FileStore(str(meeting), split.world_size)
             store.set_timeout(self._timeout)
-            self._all = self._group(store, "all", split.rank, split.world_size, address)
+            self._all = self._group(store, "all", split.rank, split.world_size)
             # The shards of this stage. Where there is one stage they are all of the ranks.
             self._shards = self._all
             if split.pipeline > 1 and split.tensor > 1:
-                self._shards = self._group(store, f"stage-{split.stage}", split.shard, split.tensor, address)
+                self._shards = self._group(store, f"stage-{split.stage}", split.shard, split.tensor)
+            # Who is through may be so before the others have read the file.
+            self._all.allreduce(torch.zeros(1)).wait()
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all shards' `x`, in float32 whatever `x` is."""
@@ -76,12 +90,12 @@ class Links:
             self._all.recv([x], rank, 0).wait(self._timeout)
         return x
 
-    def _group(self, store: FileStore, name: str, rank: int, size: int, address: str) -> Any:
+    def _group(self, store: FileStore, name: str, rank: int, size: int) -> Any:
         # Made directly, with a device and a deadline of its own: `init_process_group` would have them of the process.
         # The names are PyTorch's own way to do it, underlined though they are.
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()  # noqa: SLF001
-        options._devices = [gloo.create_device(hostname=address)]  # noqa: SLF001
+        options._devices = [gloo.create_device(hostname=self._address)]  # noqa: SLF001
         options._timeout = self._timeout  # noqa: SLF001
         return gloo(PrefixStore(name, store), rank, size, options)
 
@@ -92,7 +106,7 @@ class RankExecutor(Executor):
     Args:
         config: of the whole model.
         tensors: of the whole model; this rank's part of them is used where it lies.
-        links: to the other ranks.
+        links: to the other ranks, which must have met before a batch is computed.
         announce: is told of each batch before it is computed, and tells the other ranks; None: this is not rank 0.
         options: as of `Executor`.
 

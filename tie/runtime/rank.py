@@ -87,20 +87,20 @@ def serve(channel: RankChannel) -> NoReturn:
     size = joined.block_bytes * joined.block_count
     descriptor = seals.create("tie-rank-kv", size)
     seals.add(descriptor, seals.FIXED)
-    memory = mmap.mmap(descriptor, size)
-    channel.send(joined, [descriptor], timeout=patience)
-    os.close(descriptor)
-    meeting = Path(_told(channel, "meet", timeout=patience).meet.path)
+    links = Links(split, timeout=runtime.rank_deadline_s)
     executor = RankExecutor(
         model,
         tensor_views(weights.arena, weights.entries),
-        Links(split, meeting, timeout=runtime.rank_deadline_s),
+        links,
         num_blocks=joined.block_count,
         block_tokens=runtime.block_tokens,
         dtype=runtime.dtype,
         threads=thread_count(runtime),
-        memory=memory,
+        memory=mmap.mmap(descriptor, size),
     )
+    channel.send(joined, [descriptor], timeout=patience)
+    os.close(descriptor)
+    links.meet(Path(_told(channel, "meet", timeout=patience).meet.path))
     log.event("rank.joined", rank=split.rank, layout=executor.layout_id)
     while True:
         try:

@@ -4,7 +4,7 @@ Rank 0 is the process with the engine in it: it alone schedules and samples. The
 does, and it as long as they: when one ends, however it ends, the whole runtime does. One that hangs breaks the step
 that waits for it when `runtime.rank_deadline_s` is over, which ends the runtime as well.
 
-    start ──▶ joined (weights of the same owner, a KV pool) ──▶ meet (over gloo) ──▶ step, step, …
+    start ──▶ joined (ready: weights of the same owner, a KV pool) ──▶ meet (over gloo) ──▶ step, step, …
 """
 
 import os
@@ -87,13 +87,24 @@ class Ranks:
 
         split = self._split
         deadline = time.monotonic() + self._config.probe.start_deadline_s
+        try:
+            parts = [split.of(rank).config(model) for rank in range(split.world_size)]
+        except ModelError as error:
+            hint = "choose another runtime.tensor_parallel or runtime.pipeline_parallel"
+            raise ConfigError(str(error), hint=hint) from None
+        links = Links(split, timeout=runtime.rank_deadline_s)
+        own = RankExecutor(
+            model,
+            tensor_views(weights.arena, weights.entries),
+            links,
+            announce=self.announce,
+            num_blocks=block_count(runtime),
+            block_tokens=runtime.block_tokens,
+            dtype=runtime.dtype,
+            threads=thread_count(runtime),
+        )
         memories = []
-        for rank, channel in enumerate(self._channels, 1):
-            try:
-                part = split.of(rank).config(model)
-            except ModelError as error:
-                hint = "choose another runtime.tensor_parallel or runtime.pipeline_parallel"
-                raise ConfigError(str(error), hint=hint) from None
+        for channel, part in zip(self._channels, parts[1:], strict=True):
             expected = ranks_pb2.Joined(
                 owner_instance=weights.owner_instance,
                 generation=weights.generation,
@@ -110,19 +121,9 @@ class Ranks:
             for channel in self._channels:
                 meet = ranks_pb2.Meet(path=os.fspath(meeting))
                 channel.send(ranks_pb2.ToRank(meet=meet), timeout=left(deadline))
-            links = Links(split, meeting, timeout=runtime.rank_deadline_s)
+            links.meet(meeting)
         finally:
             shutil.rmtree(directory)
-        own = RankExecutor(
-            model,
-            tensor_views(weights.arena, weights.entries),
-            links,
-            announce=self.announce,
-            num_blocks=block_count(runtime),
-            block_tokens=runtime.block_tokens,
-            dtype=runtime.dtype,
-            threads=thread_count(runtime),
-        )
         return RankedExecutor(own, memories)
 
     def announce(self, batch: Batch) -> None:
@@ -144,10 +145,14 @@ class Ranks:
             on_death()
 
     def close(self) -> None:
-        """Ends them. Nothing may be computed any more."""
+        """Ends them, if they have not ended. Once; nothing may be computed any more."""
         self._closing.set()
         os.write(self._waker, b"x")
         self._thread.join(2 * _LEAVE_S)
+        for channel in self._channels:
+            channel.close()
+        os.close(self._waker)
+        os.close(self._woken)
 
     # --- on the thread of its own ---
 
@@ -168,7 +173,7 @@ class Ranks:
         for channel in self._channels if closing else ():
             channel.close()
         _end(processes, _LEAVE_S if closing else 0)
-        for descriptor in (*ended, self._woken, self._waker):
+        for descriptor in ended:
             os.close(descriptor)
         if not closing:
             time.sleep(_GRACE_S)

@@ -28,21 +28,19 @@ from tie.runtime.prefix_pool import Place, PoolClient
 from waiting import wait_for
 
 WAIT_S = 60.0
-NOTICE_S = 5.0
-DEADLINE_S = 2.0
+NOTICE_S = 10.0
+DEADLINE_S = 5.0
 COUNT = 24
 LAYOUT = "torch-cpu-f32"
 SPLITS = {"tp2": "tensor_parallel = 2", "pp2": "pipeline_parallel = 2"}
 
-pytestmark = [
-    pytest.mark.parametrize(
-        "node",
-        [pytest.param(f"{split}\nrank_deadline_s = {DEADLINE_S}", id=name) for name, split in SPLITS.items()],
-        indirect=True,
-        scope="module",
-    ),
-    pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
+
+def on(*names):
+    """The same node for all tests of a split."""
+    splits = [pytest.param(f"{SPLITS[name]}\nrank_deadline_s = {DEADLINE_S}", id=name) for name in names]
+    return pytest.mark.parametrize("node", splits, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +74,7 @@ def rank_of(runtime) -> psutil.Process:
     return rank
 
 
+@on(*SPLITS)
 async def test_two_ranks_answer_as_one(node, runtime, alone):
     status = (await node.engine(status=engine_pb2.StatusRequest())).status
     assert status.executor in {f"{LAYOUT}-{name}" for name in SPLITS}
@@ -85,6 +84,7 @@ async def test_two_ranks_answer_as_one(node, runtime, alone):
     assert [tokens for tokens, _ in answers] == [alone(prompt) for prompt in prompts]
 
 
+@on(*SPLITS)
 async def test_a_turn_goes_on_from_the_blocks_of_all_ranks(node, runtime, alone):
     first = list(range(30, 130))
     async with connect(node.config) as link:
@@ -117,6 +117,7 @@ def _blocks(exported):
     return found
 
 
+@on("tp2")
 def test_ranks_have_a_network_of_their_own(node, runtime):
     """Nothing but loopback, and not everybody's: what they exchange passes there."""
     theirs = {_network(process.pid) for process in (rank_of(runtime), runtime.member("triton"))}
@@ -130,6 +131,7 @@ def _network(process) -> Path:
     return Path(f"/proc/{process}/ns/net").readlink()
 
 
+@on(*SPLITS)
 async def test_registered_prompts_are_computed_once_for_all_ranks(node, runtime, alone):
     """Restored by the next runtime; where a rank has none, discarded, and computed afresh. Never another answer."""
     (registered,) = open_bundle(node.directory / "bundle").manifest.system_prompts
@@ -173,8 +175,18 @@ def _lose_a_rank(owner):
     client.close()
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_rank_that_dies_or_hangs_takes_the_runtime_down(node, kind):
+@on(*SPLITS)
+async def test_a_rank_that_dies_takes_the_runtime_down(node):
+    await _end_by(node, signal.SIGKILL, NOTICE_S)
+
+
+@on("tp2")
+async def test_a_rank_that_hangs_takes_the_runtime_down(node):
+    """The others wait no longer than their deadline, and the kernel kills what stands still."""
+    await _end_by(node, signal.SIGSTOP, DEADLINE_S + NOTICE_S)
+
+
+async def _end_by(node, kind, notice_s):
     runtime = node.runtimes[-1] if node.runtimes[-1].process.poll() is None else node.launch()
     rank = rank_of(runtime)
     async with TritonClient(node.sockets.triton) as client:
@@ -182,7 +194,7 @@ async def test_a_rank_that_dies_or_hangs_takes_the_runtime_down(node, kind):
         events = client.generate(message, timeout=WAIT_S)
         assert (await anext(events)).HasField("tokens")
         rank.send_signal(kind)
-        async with asyncio.timeout(NOTICE_S + (DEADLINE_S if kind == signal.SIGSTOP else 0)):
+        async with asyncio.timeout(notice_s):
             ends = [event.failed.code async for event in events if event.HasField("failed")]
     assert ends == [pb.CODE_INTERNAL]
     await asyncio.to_thread(psutil.wait_procs, [rank], timeout=NOTICE_S)

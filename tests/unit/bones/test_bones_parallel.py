@@ -2,6 +2,7 @@
 
 import signal
 import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from rank_processes import Ranks
 from tie.bones.attention import block_bytes
 from tie.bones.errors import InputError, RankError
-from tie.bones.executor import Batch, SequenceSlice
+from tie.bones.executor import Batch, Executor, SequenceSlice
 from tie.bones.parallel import Links
 from tie.bones.split import Split
 
@@ -43,6 +44,16 @@ def test_rank_0_checks_before_anybody_computes(ranks, make_executor, tiny_config
     assert torch.allclose(executor.forward(copied), alone.forward(copied), atol=1e-5)
 
 
+def test_bfloat16_is_as_exact_as_on_one_rank(ranks, make_executor, tiny_config, tiny_tensors):
+    """What the shards have computed is rounded once, and summed in float32."""
+    tensors = {name: t.bfloat16() if t.dim() > 1 else t for name, t in tiny_tensors.items()}
+    options = OPTIONS | {"dtype": "bf16"}
+    exact = make_executor().forward(BATCH)
+    one = Executor(tiny_config, tensors, **options).forward(BATCH)
+    two = ranks.open(tiny_config, tensors, **options).forward(BATCH)
+    assert (two - exact).norm() < 2 * (one - exact).norm()
+
+
 def test_a_rank_that_hangs_is_an_error_and_so_is_one_that_dies(ranks, tiny_config, tiny_tensors):
     executor = ranks.open(tiny_config, tiny_tensors, timeout=2.0, **OPTIONS)
     executor.forward(BATCH)
@@ -61,7 +72,7 @@ def test_a_rank_that_hangs_is_an_error_and_so_is_one_that_dies(ranks, tiny_confi
 
 def test_ranks_that_never_come(tmp_path):
     with pytest.raises(RankError):
-        Links(Split(2), tmp_path / "meeting", timeout=1.0)
+        Links(Split(2), timeout=1.0).meet(tmp_path / "meeting")
 
 
 @pytest.mark.parametrize("split", [Split(), Split(2), Split(1, 2, 1)])
@@ -73,3 +84,21 @@ def test_a_pool_in_somebody_s_memory(make_executor, tiny_config, tiny_tensors, s
     assert executor.block_bytes * 16 == size
     executor.block_view(5)[:4] = b"here"
     assert memory[5 * executor.block_bytes :][:4] == b"here"
+
+
+def test_nobody_has_met_before_all_have(tmp_path):
+    """Who is through takes the file away: one that is still about to read it would look for it for ever."""
+    first: Future[None]
+
+    class Late(Links):
+        def _group(self, *arguments):
+            group = super()._group(*arguments)
+            self.alone = not wait([first], timeout=0.5).done
+            return group
+
+    late = Late(Split(2, 1, 1), timeout=20.0)
+    with ThreadPoolExecutor(1) as beside:
+        first = beside.submit(Links(Split(2), timeout=20.0).meet, tmp_path / "meeting")
+        late.meet(tmp_path / "meeting")
+        first.result(20)
+    assert late.alone

@@ -1,5 +1,6 @@
 """Which executor is made, and what an operator is told where it cannot be."""
 
+import errno
 import importlib.util
 import mmap
 import sys
@@ -109,5 +110,24 @@ def test_a_runtime_that_cannot_have_its_gpu_leaves_nothing_behind(monkeypatch, t
     path.write_bytes(node_config.dump(NodeConfig(run_dir=str(run_dir), runtime=CUDA)))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="PyTorch is not installed"):
+        launch.prepare(path)
+    assert not run_dir.exists()
+
+
+def test_ranks_that_could_not_meet_alone_are_not_started(monkeypatch, tmp_path):
+    """Nothing is left behind, and the operator is told what is missing."""
+    run_dir, path = tmp_path / "run", tmp_path / "node.toml"
+    ranked = RuntimeConfig(tensor_parallel=2)
+    path.write_bytes(node_config.dump(NodeConfig(run_dir=str(run_dir), runtime=ranked)))
+    monkeypatch.setattr(launch, "own_network", lambda: False)
+    with pytest.raises(ConfigError, match="a network of their own"):
+        launch.prepare(path)
+
+    def forbidden(*_, **__):
+        raise OSError(errno.EAFNOSUPPORT, "no such family")
+
+    monkeypatch.setattr(launch, "own_network", lambda: True)
+    monkeypatch.setattr(launch.socket, "create_server", forbidden)
+    with pytest.raises(ConfigError, match="TCP on loopback"):
         launch.prepare(path)
     assert not run_dir.exists()
