@@ -169,7 +169,8 @@ class Ranks:
         select.select([*ended, self._woken], [], [])
         closing = self._closing.is_set()
         if not closing:
-            log.event("rank.died", rank=next(n for n, process in enumerate(processes, 1) if process.poll() is not None))
+            dead = (rank for rank, process in enumerate(processes, 1) if process.poll() is not None)
+            log.event("rank.died", rank=next(dead, None))
         for channel in self._channels if closing else ():
             channel.close()
         _end(processes, _LEAVE_S if closing else 0)

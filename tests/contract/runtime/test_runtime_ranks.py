@@ -127,11 +127,31 @@ def test_ranks_have_a_network_of_their_own(node, runtime):
     assert all(each.laddr.ip == "127.0.0.1" for each in listening)
 
 
+@on(*SPLITS)
+def test_all_ranks_map_the_owner_s_one_arena(node, runtime):
+    """For reading; and each has a KV pool of its own, which rank 0 maps as well."""
+    owner, stub, rank = (_maps(pid) for pid in (node.owner.pid, runtime.member("stub").pid, rank_of(runtime).pid))
+    assert owner["tie-weights"] == stub["tie-weights"] == rank["tie-weights"]
+    assert {rights for _, rights in rank["tie-weights"]} == {"r--s"}
+    assert stub["tie-rank-kv"] == rank["tie-rank-kv"] != set()
+    assert "tie-rank-kv" not in owner
+
+
+def _maps(pid) -> dict[str, set[tuple[str, str]]]:
+    """Of each kind of memfd: which, and with what rights."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        _, rights, _, _, inode, *path = line.split()
+        if path and path[0].startswith("/memfd:"):
+            found.setdefault(path[0].removeprefix("/memfd:"), set()).add((inode, rights))
+    return found
+
+
 def _network(process) -> Path:
     return Path(f"/proc/{process}/ns/net").readlink()
 
 
-@on(*SPLITS)
+@on("tp2")
 async def test_registered_prompts_are_computed_once_for_all_ranks(node, runtime, alone):
     """Restored by the next runtime; where a rank has none, discarded, and computed afresh. Never another answer."""
     (registered,) = open_bundle(node.directory / "bundle").manifest.system_prompts
