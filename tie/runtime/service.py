@@ -19,7 +19,7 @@ from tie.bones.config import ModelConfig
 from tie.daemon import log
 from tie.daemon.config import NodeConfig, RuntimeConfig
 from tie.daemon.errors import ConfigError, PeerError, RefusedError
-from tie.daemon.layout import layout_for
+from tie.daemon.layout import layout_for, split_for
 from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.control_server import ControlServer
@@ -35,8 +35,9 @@ from tie.runtime.kv_transfer import Limits as TransferLimits
 from tie.runtime.kv_transfer import Transfers
 from tie.runtime.owner_client import Weights, attach
 from tie.runtime.prefix_cache import PrefixCache
-from tie.runtime.prefix_pool import Place
 from tie.runtime.prefixes import Prefixes, WarmError
+from tie.runtime.ranked_executor import parts_of
+from tie.runtime.ranks import Ranks
 from tie.runtime.request import Bounds, Request, RequestRefusedError, check
 from tie.runtime.scheduler import Limits
 from tie.runtime.step_executor import Executor
@@ -62,13 +63,16 @@ class RuntimeService:
         self._bundle = open_bundle(Path(config.model.bundle))
         manifest = self._bundle.manifest
         layout = layout_for(runtime)
+        # First: they load their libraries while the owner is asked.
+        self._ranks = Ranks(config) if split_for(runtime).world_size > 1 else None
         self._weights = attach(
             config.sockets.owner, layout, timeout=config.probe.start_deadline_s, progress=lambda _done, _total: None
         )
         if (self._weights.model, self._weights.release) != (manifest.model, manifest.release):
             raise ConfigError("the model owner serves another model than this node's bundle")
         model = ModelConfig.from_json(self._weights.config_json)
-        self._executor = make_executor(runtime, model, self._weights, layout)
+        ranked = self._ranks.executor if self._ranks else None
+        self._executor = make_executor(runtime, model, self._weights, layout, ranked=ranked)
         self._seer = make_seer(manifest, self._executor)
         format_ = _format(manifest, self._executor)
         prefix = self._prefix = PrefixCache(BlockPool(self._executor.num_blocks, self._executor.block_tokens))
@@ -76,8 +80,7 @@ class RuntimeService:
             config.sockets.owner,
             manifest,
             format=format_,
-            place=Place(),
-            memory=self._executor,
+            parts=parts_of(self._executor),
             most_blocks=prefix.pool.total // 2,  # see Keeping
             on_ready=lambda trie, pool: prefix.open(trie, pool, self._executor),
         )
@@ -106,6 +109,8 @@ class RuntimeService:
             self._transfers,
         )
         self._control = ControlServer(config.sockets.engine, self._handle)
+        if self._ranks:
+            self._ranks.follow(on_failure)
 
     @property
     def weights(self) -> Weights:
@@ -135,6 +140,8 @@ class RuntimeService:
             idle.wait(0.02)
         if self.engine.stop(timeout=5):
             self.prefixes.close()
+            if self._ranks:
+                self._ranks.close()
         self._grammars.close()
         if self._seer:
             self._seer.close()

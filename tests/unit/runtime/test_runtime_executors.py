@@ -1,5 +1,6 @@
 """Which executor is made, and what an operator is told where it cannot be."""
 
+import errno
 import importlib.util
 import mmap
 import sys
@@ -120,6 +121,25 @@ def test_a_runtime_that_cannot_have_its_gpu_leaves_nothing_behind(monkeypatch, t
     assert not run_dir.exists()
 
 
+def test_ranks_that_could_not_meet_alone_are_not_started(monkeypatch, tmp_path):
+    """Nothing is left behind, and the operator is told what is missing."""
+    run_dir, path = tmp_path / "run", tmp_path / "node.toml"
+    ranked = RuntimeConfig(tensor_parallel=2)
+    path.write_bytes(node_config.dump(NodeConfig(run_dir=str(run_dir), runtime=ranked)))
+    monkeypatch.setattr(launch, "own_network", lambda: False)
+    with pytest.raises(ConfigError, match="a network of their own"):
+        launch.prepare(path)
+
+    def forbidden(*_, **__):
+        raise OSError(errno.EAFNOSUPPORT, "no such family")
+
+    monkeypatch.setattr(launch, "own_network", lambda: True)
+    monkeypatch.setattr(launch.socket, "create_server", forbidden)
+    with pytest.raises(ConfigError, match="TCP on loopback"):
+        launch.prepare(path)
+    assert not run_dir.exists()
+
+
 @pytest.fixture(scope="module")
 def seeing():
     """A model that takes images, with its weights as the owner packs them for PyTorch."""
@@ -140,3 +160,10 @@ def test_a_model_that_takes_images_is_pytorch_s(seeing, layout):
 def test_a_gpu_does_not_run_it_yet(seeing):
     with pytest.raises(ConfigError, match="images"):
         executors.make_executor(CUDA, seeing, packed(seeing), "cuda-bf16")
+
+
+def test_several_ranks_do_not_run_it_yet(seeing):
+    with pytest.raises(ConfigError, match="one rank"):
+        executors.make_executor(
+            RuntimeConfig(tensor_parallel=2), seeing, packed(seeing), "torch-cpu-bf16", ranked=lambda *_: None
+        )

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -97,7 +98,10 @@ class NativeExecutor(HostBlocks):
         self._take_weights(tensors)
         self.block_bytes = int(self._library.tie_native_block_bytes(self._engine))
         # Anonymous memory: zero, on pages of its own, and taken from the machine only when it is first written.
+        # In huge pages where the kernel has them: a step reads all of a sequence's blocks, an import writes them.
         self._pool = mmap.mmap(-1, num_blocks * self.block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel that has none
+            self._pool.madvise(mmap.MADV_HUGEPAGE)
         pool = np.frombuffer(self._pool, np.uint8)
         _check(self._library.tie_native_cache(self._engine, pool.ctypes.data, pool.nbytes, num_blocks), InputError)
 
