@@ -35,7 +35,8 @@ from tie.assets.tokenizer import Tokenizer
 from tie.cli.assets import find_demo_weights
 from tie.runtime.images.decoding import decode
 from tie.runtime.images.limits import Limits
-from tie.runtime.images.preparing import Preparation, prepare
+from tie.runtime.images.orders import Preparation
+from tie.runtime.images.preparing import prepare
 
 HELD_OUT: Final = 360
 QUESTIONS: Final = (

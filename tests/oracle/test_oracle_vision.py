@@ -31,7 +31,8 @@ from tie.assets.tensors import read_rows
 from tie.bones.batch import Given
 from tie.bones.config import ModelConfig
 from tie.bones.executor import Batch, Executor, SequenceSlice
-from tie.runtime.images.preparing import Preparation, prepare
+from tie.runtime.images.orders import Preparation
+from tie.runtime.images.preparing import prepare
 
 pytestmark = pytest.mark.oracle
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from tie.runtime.images import decoders as module
 from tie.runtime.images.decoders import Decoders, DecodersBusyError
 from tie.runtime.images.decoding import decode
 from tie.runtime.images.limits import Limits
-from tie.runtime.images.preparing import Preparation, prepare
+from tie.runtime.images.orders import Preparation
+from tie.runtime.images.preparing import prepare
 from tie.runtime.images.refusals import ImageRefusedError, Refusal
 from waiting import wait_for
 
@@ -155,3 +158,10 @@ def test_a_decoder_in_other_hands_is_not_believed(make, lie, monkeypatch):
     monkeypatch.setattr(module.subprocess, "Popen", lambda command, **rest: real([*command[:2], "-c", source], **rest))
     decoders = make(workers=1)
     assert refusal(decoders.decode(SMALL)) is Refusal.DECODER_DIED
+
+
+def test_a_runtime_without_images_needs_no_decoder():
+    """Nor is there one in a root file system that was made for it."""
+    code = "import sys, tie.runtime.service as _; print({'PIL', 'kornia_rs', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert done.stdout.strip() == "set()"

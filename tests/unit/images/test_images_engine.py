@@ -15,7 +15,8 @@ from tie.proto import runtime_pb2 as pb
 from tie.runtime.images.decoding import decode
 from tie.runtime.images.gaze import Gaze
 from tie.runtime.images.limits import Limits
-from tie.runtime.images.preparing import Preparation, prepare
+from tie.runtime.images.orders import Preparation
+from tie.runtime.images.preparing import prepare
 from tie.runtime.images.seer import Seer
 from tie.runtime.images.sight import Seen, Sight
 from tie.runtime.request import Bounds, RequestRefusedError, check

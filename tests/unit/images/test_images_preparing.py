@@ -6,7 +6,8 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from image_corpus import photograph
-from tie.runtime.images.preparing import Preparation, prepare
+from tie.runtime.images.orders import Preparation
+from tie.runtime.images.preparing import prepare
 
 SIZES = [(1, 1), (64, 64), (65, 64), (40, 300), (301, 97), (1000, 3), (2, 1000), (513, 700)]
 

@@ -11,48 +11,23 @@ standard output goes a byte for the orders, and one at the end of each fork: how
 """
 
 import contextlib
-import dataclasses
-import json
 import os
 import resource
 import signal
 import socket
-import struct
 from typing import Final, NoReturn
 
 import numpy as np
 
 from tie.daemon.hardening import die_with_parent, protect_process
 from tie.runtime.images.decoding import decode
-from tie.runtime.images.limits import Limits
-from tie.runtime.images.preparing import Preparation, prepare
+from tie.runtime.images.orders import GOOD, LENGTH, REPLY, Orders
+from tie.runtime.images.preparing import prepare
 from tie.runtime.images.refusals import ImageRefusedError, Refusal
 
-REPLY: Final = struct.Struct(">BHHH")  # 0 or a refusal; rows, columns and number of squares
-LENGTH: Final = struct.Struct(">I")
-GOOD: Final = 0
 _NICENESS: Final = 5  # tokens for those who are already served go first
 _STDIN, _STDOUT = 0, 1
 _TIMERS: Final = {signal.SIGPROF, signal.SIGALRM, signal.SIGXCPU}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Orders:
-    """What holds for all images."""
-
-    limits: Limits
-    preparation: Preparation
-
-    def frame(self) -> bytes:
-        """As they are sent."""
-        text = json.dumps(dataclasses.asdict(self)).encode()
-        return LENGTH.pack(len(text)) + text
-
-    @classmethod
-    def read(cls, text: bytes) -> "Orders":
-        """As they are received."""
-        fields = json.loads(text)
-        return cls(Limits(**fields["limits"]), Preparation(**fields["preparation"]))
 
 
 def main() -> None:

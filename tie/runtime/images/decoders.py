@@ -17,9 +17,8 @@ import numpy as np
 
 from tie.daemon import log
 from tie.runtime import environment
-from tie.runtime.images.decoder_process import GOOD, LENGTH, REPLY, Orders
 from tie.runtime.images.limits import Limits
-from tie.runtime.images.preparing import Preparation, Prepared
+from tie.runtime.images.orders import GOOD, LENGTH, REPLY, Orders, Preparation, Prepared
 from tie.runtime.images.refusals import ImageRefusedError, Refusal
 
 _START_S: Final = 30.0  # for Python and the libraries

@@ -7,7 +7,7 @@ from tie.assets.manifest import Manifest
 from tie.daemon.errors import ConfigError
 from tie.runtime.images.decoders import Decoders
 from tie.runtime.images.limits import Limits
-from tie.runtime.images.preparing import Preparation
+from tie.runtime.images.orders import Preparation
 from tie.runtime.images.seer import Seer
 from tie.runtime.step_executor import Executor
 

@@ -22,7 +22,7 @@ from tie.bones.batch import Floats
 from tie.daemon import log
 from tie.proto import runtime_pb2
 from tie.runtime.images.decoders import Decoders, DecodersBusyError
-from tie.runtime.images.preparing import Prepared
+from tie.runtime.images.orders import Prepared
 from tie.runtime.images.refusals import ImageRefusedError, Refusal
 from tie.runtime.images.sight import Seen
 from tie.runtime.request import RequestRefusedError
