@@ -20,6 +20,7 @@ from fuzz_entry import entry
 from fuzz_envelope import envelope
 from fuzz_frames import frames_
 from fuzz_http import http
+from fuzz_images import image
 from fuzz_proxy import proxy
 from fuzz_requests import proto, request, template
 
@@ -246,4 +247,5 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "proto": proto,
     "request": request,
     "template": template,
+    "image": image,
 }

@@ -4,7 +4,7 @@ Not thread-safe: one thread schedules and calls.
 """
 
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -17,6 +17,7 @@ from tie.bones.config import ModelConfig
 from tie.bones.errors import InputError
 from tie.bones.llama import Llama
 from tie.bones.split import ALONE, Split
+from tie.bones.vision.encoder import VisionEncoder
 
 __all__ = ["DTYPES", "Batch", "Executor", "SequenceSlice"]
 
@@ -37,6 +38,9 @@ class Executor(HostBlocks):
         split: which part of the model this is; `tie.bones.parallel` puts the parts together.
         reduce: sums what the shards of a layer have each computed of it; None: there is one.
         memory: of the KV pool, `num_blocks * attention.block_bytes` zeros; None: its own.
+
+    Attributes:
+        vision: encodes images for models that take them, else None. Another thread may use it beside `forward`.
 
     Raises:
         ConfigError: the model cannot be split so.
@@ -70,6 +74,7 @@ class Executor(HostBlocks):
         self._pool = KvPool(part, num_blocks=num_blocks, block_tokens=block_tokens, dtype=DTYPES[dtype], memory=memory)
         self._attention = GatherAttention(part, self._pool)
         self._model = Llama(config, tensors, self._attention, DTYPES[dtype], split=split, reduce=reduce)
+        self.vision = VisionEncoder(config.vision, tensors, DTYPES[dtype]) if config.vision else None
 
     @property
     def vocab_size(self) -> int:
@@ -120,11 +125,14 @@ class Executor(HostBlocks):
                 self._pool.copy(source, target)
             plan = self._attention.plan(rows)
             tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
-            return self._run(tokens, positions, torch.from_numpy(rows.wanted), plan)
+            given = [(first, torch.from_numpy(vectors)) for first, vectors in rows.given]
+            return self._run(tokens, positions, torch.from_numpy(rows.wanted), plan, given)
 
     def _begin(self, batch: Batch) -> None:
         """A batch that has been checked is about to be computed."""
 
-    def _run(self, tokens: Tensor, positions: Tensor, wanted: Tensor, plan: Plan) -> Tensor:
+    def _run(
+        self, tokens: Tensor, positions: Tensor, wanted: Tensor, plan: Plan, given: Sequence[tuple[int, Tensor]]
+    ) -> Tensor:
         """The logits of a batch's rows: `Llama.forward`, wherever its layers are."""
-        return self._model.forward(tokens, positions, wanted, plan)
+        return self._model.forward(tokens, positions, wanted, plan, given)

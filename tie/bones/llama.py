@@ -14,6 +14,7 @@ from tie.bones.config import ModelConfig
 from tie.bones.errors import WeightsError
 from tie.bones.layers import Rope, rms_norm, swiglu
 from tie.bones.split import ALONE, Split
+from tie.bones.vision.config import vision_shapes
 
 
 class Llama(Generic[P_contra]):
@@ -59,7 +60,14 @@ class Llama(Generic[P_contra]):
         if "lm_head.weight" in tensors:
             (self._head,) = _placed([tensors["lm_head.weight"]], device)
 
-    def forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor, plan: P_contra) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        wanted: Tensor,
+        plan: P_contra,
+        given: Sequence[tuple[int, Tensor]] = (),
+    ) -> Tensor:
         """Runs the rows of one batch through all layers.
 
         Args:
@@ -67,15 +75,20 @@ class Llama(Generic[P_contra]):
             positions: `[rows]` int64.
             wanted: `[n]` int64, the rows that need logits.
             plan: of the attention, for these rows.
+            given: runs of rows that are vectors already, in the place of their tokens' embeddings: the first row's
+                number, and `[n, hidden_size]` float32.
 
         Returns:
             Logits, `[n, vocab_size]` float32.
         """
-        return self.logits(self.layers(self.embed(tokens), positions, plan), wanted)
+        return self.logits(self.layers(self.embed(tokens, given), positions, plan), wanted)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The residual stream of rows before the first layer, `[rows, hidden_size]` float32."""
-        return embedding(tokens, self._embedding).float()
+    def embed(self, tokens: Tensor, given: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
+        """The residual stream of rows before the first layer, `[rows, hidden_size]` float32. Arguments as `forward`."""
+        x = embedding(tokens, self._embedding).float()
+        for first, vectors in given:
+            x[first : first + len(vectors)] = vectors
+        return x
 
     def layers(self, x: Tensor, positions: Tensor, plan: P_contra) -> Tensor:
         """The residual stream behind all layers of this part, in the memory of `x`. Arguments as `forward`."""
@@ -209,7 +222,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{prefix}mlp.gate_proj.weight"] = (inner, hidden)
         shapes[f"{prefix}mlp.up_proj.weight"] = (inner, hidden)
         shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
-    return shapes
+    return shapes | (vision_shapes(config.vision, hidden) if config.vision else {})
 
 
 def _check(config: ModelConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:

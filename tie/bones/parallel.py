@@ -12,7 +12,7 @@ blocks of every rank.
 Every exchange has a deadline, and ends at once where the other side dies: a `RankError`, after which no rank can go on.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo  # type: 
 from tie.bones.attention import Plan
 from tie.bones.batch import Batch
 from tie.bones.config import ModelConfig
-from tie.bones.errors import RankError
+from tie.bones.errors import InputError, RankError
 from tie.bones.executor import Executor
 from tie.bones.split import Split
 
@@ -133,7 +133,11 @@ class RankExecutor(Executor):
         if self._announce:
             self._announce(batch)
 
-    def _run(self, tokens: Tensor, positions: Tensor, wanted: Tensor, plan: Plan) -> Tensor:
+    def _run(
+        self, tokens: Tensor, positions: Tensor, wanted: Tensor, plan: Plan, given: Sequence[tuple[int, Tensor]]
+    ) -> Tensor:
+        if given:  # of which the other ranks are not told
+            raise InputError("a model on several ranks takes no vectors")
         split, links = self._split, self._links
         if split.stage:
             x = links.receive(torch.empty(len(tokens), self.config.hidden_size), split.rank - split.tensor)

@@ -28,7 +28,7 @@ Make = Callable[[RuntimeConfig, ModelConfig, Weights], Executor]
 def make_executor(
     runtime: RuntimeConfig, model: ModelConfig, weights: Weights, layout: str, *, ranked: Make | None = None
 ) -> Executor:
-    """An executor over the owner's memory.
+    """An executor over the owner's memory. A model that takes images is PyTorch's, whatever the layout is called.
 
     Args:
         runtime: what the operator wants of it.
@@ -42,7 +42,14 @@ def make_executor(
         ConfigError: what the executor needs is not here: a package, a GPU, memory on it.
         OSError: the native library cannot be loaded.
     """
-    if layout.startswith(NATIVE_PREFIX):
+    if model.vision and layout.startswith(CUDA_PREFIX):
+        hint = "choose another runtime.executor: on a CPU it is seen by PyTorch"
+        raise ConfigError("the executor for a GPU does not run models that take images yet", hint=hint)
+    if model.vision and ranked:
+        raise ConfigError(
+            "a model that takes images is on one rank, so far", hint="runtime.tensor_parallel and pipeline_parallel: 1"
+        )
+    if layout.startswith(NATIVE_PREFIX) and not model.vision:
         return _native(runtime, model, weights)
     kind, make = (CUDA_PREFIX, _cuda) if layout.startswith(CUDA_PREFIX) else ("torch-", ranked or _torch)
     try:

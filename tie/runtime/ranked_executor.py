@@ -37,6 +37,8 @@ class RankedExecutor:
         parts: of the memory: the ranks', in their order, each with its `block_bytes`.
     """
 
+    vision = None  # models that take images are on one rank
+
     def __init__(self, own: Any, others: Sequence[RankMemory]) -> None:
         self.layout_id: str = own.layout_id
         self.num_blocks: int = own.num_blocks

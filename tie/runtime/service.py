@@ -12,6 +12,7 @@ from typing import Final
 from kvxfer.header import buffer_bytes
 from kvxfer.pool import BufferPool
 from tie.assets.bundle import Bundle, open_bundle
+from tie.assets.images import Placeholders
 from tie.assets.manifest import TOKENIZER_FILE, Manifest
 from tie.assets.tokenizer import load_tokenizer
 from tie.bones.config import ModelConfig
@@ -25,6 +26,8 @@ from tie.runtime.control_server import ControlServer
 from tie.runtime.engine import Engine
 from tie.runtime.executors import make_executor
 from tie.runtime.grammar_compiler import GrammarCompiler
+from tie.runtime.images.gaze import Gaze
+from tie.runtime.images.looking import make_seer
 from tie.runtime.jobs import Job, Sink
 from tie.runtime.kv_blocks import Format, Kept
 from tie.runtime.kv_server import KvServer
@@ -70,6 +73,7 @@ class RuntimeService:
         model = ModelConfig.from_json(self._weights.config_json)
         ranked = self._ranks.executor if self._ranks else None
         self._executor = make_executor(runtime, model, self._weights, layout, ranked=ranked)
+        self._seer = make_seer(manifest, self._executor)
         format_ = _format(manifest, self._executor)
         prefix = self._prefix = PrefixCache(BlockPool(self._executor.num_blocks, self._executor.block_tokens))
         self.prefixes = Prefixes(
@@ -115,12 +119,14 @@ class RuntimeService:
 
     def submit(self, request: Request, sink: Sink) -> Job:
         """Takes a request, with the transfers that its tickets stand for, into the engine."""
-        restoring = keep = None
+        restoring = keep = gaze = None
+        if request.images and self._seer and self.engine.bounds.placeholders:
+            gaze = Gaze(request, self.engine.bounds.placeholders, self._seer.look)
         if request.import_ticket:
-            restoring = self._transfers.restore(request.import_ticket, len(request.prompt))
+            restoring = self._transfers.restore(request.import_ticket, request.prompt_length)
         if request.export_ticket:
             keep = self._transfers.keeper(request.export_ticket)
-        return self.engine.submit(request, sink, restoring=restoring, keep=keep)
+        return self.engine.submit(request, sink, restoring=restoring, gaze=gaze, keep=keep)
 
     def close(self, *, drain_s: float) -> None:
         """Drains for at most `drain_s` seconds and ends the engine; kv.sock goes last: that is the death notice."""
@@ -137,6 +143,8 @@ class RuntimeService:
             if self._ranks:
                 self._ranks.close()
         self._grammars.close()
+        if self._seer:
+            self._seer.close()
         self._control.close()
         self._transfers.close()
         self._kv.close()
@@ -165,7 +173,7 @@ class RuntimeService:
             steps=status.steps,
             max_batch_seen=status.max_batch_seen,
             last_step_age_s=status.last_step_age_s,
-            metrics=self.engine.metrics.text(),
+            metrics=self._metrics(),
             owner_generation=self._weights.generation,
             prefix=engine_pb2.Prefix(
                 state=self.prefixes.state.value,
@@ -176,6 +184,11 @@ class RuntimeService:
                 tokens=self._prefix.statistics.tokens,
             ),
         )
+
+    def _metrics(self) -> str:
+        if self._seer:
+            self.engine.metrics.record_images(self._seer.counts)
+        return self.engine.metrics.text()
 
     def _warm(self, index: int) -> str:
         """Has one registered system prompt in the prefix pool; a static error text, or ""."""
@@ -266,12 +279,17 @@ def _engine(
         )
     pool = prefix.pool
     context = min(runtime.context_tokens or model.context_tokens, model.context_tokens)
+    tokenizer = load_tokenizer(bundle)
     return Engine(
         executor,
         pool,
         Limits(step_tokens=runtime.step_tokens, max_running=runtime.max_running, max_waiting=runtime.max_waiting),
-        Bounds(vocab_size=model.vocab_size, max_length=min(context, pool.total * pool.block_tokens)),
-        tokenizer=load_tokenizer(bundle),
+        Bounds(
+            vocab_size=model.vocab_size,
+            max_length=min(context, pool.total * pool.block_tokens),
+            placeholders=Placeholders.of(bundle.manifest, tokenizer),
+        ),
+        tokenizer=tokenizer,
         end_ids=frozenset(bundle.manifest.tokenizer.end_of_turn_ids),
         grammars=grammars,
         speculation=runtime.speculation == "auto",

@@ -56,6 +56,8 @@ class NativeExecutor(HostBlocks):
         OSError: there is no native library for this machine.
     """
 
+    vision = None  # models that take images are PyTorch's
+
     def __init__(
         self,
         config: ModelConfig,
