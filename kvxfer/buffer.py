@@ -73,10 +73,10 @@ class ProducerBuffer:
         self._counter[0] = count
 
     def _guard(self, count: int) -> None:
-        end = self.header.offset(count)
         if count == self.header.block_count:
-            start, stop = HEADER_BYTES, end
+            start, stop = HEADER_BYTES, self.header.buffer_bytes
         else:
+            end = self.header.offset(count)
             start, stop = self._guarded, end - end % self._mapping.grain
         if start < stop:
             self._mapping.protect(start, stop - start)

@@ -33,6 +33,8 @@ from kvxfer.errors import HeaderError
 VERSION: Final = 1
 MAGIC: Final = b"kvxfer\r\n"  # a transfer that mangles line ends shows at once
 PAGE: Final = 4096
+HUGE_PAGE: Final = 1 << 21  # x86-64, and arm64 with pages of 4 KiB; elsewhere no more than an alignment
+LARGE: Final = 4 * HUGE_PAGE  # less than this stays in small pages, which are protected one by one
 HEADER_BYTES: Final = PAGE
 COMMITTED_OFFSET: Final = 1024
 COMMITTED: Final = struct.Struct("<I")
@@ -152,12 +154,21 @@ class Header:
 
 
 def buffer_bytes(block_bytes: int, block_count: int) -> int:
-    """The size of the memfd for so many blocks: a header page, then each block on pages of its own."""
-    return HEADER_BYTES + block_count * _stride(block_bytes)
+    """The size of the memfd for so many blocks: a header page, then each block on pages of its own.
+
+    A large one is filled up to whole huge pages: up to 511 small ones at its end would cost both ends more than half as
+    many huge ones do.
+    """
+    size = HEADER_BYTES + block_count * _stride(block_bytes)
+    return _up(size, HUGE_PAGE) if size >= LARGE else size
 
 
 def _stride(block_bytes: int) -> int:
-    return -(-block_bytes // PAGE) * PAGE
+    return _up(block_bytes, PAGE)
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def _text(field: bytes) -> str:

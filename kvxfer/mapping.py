@@ -11,10 +11,8 @@ import os
 from typing import Final, Self
 
 from kvxfer import pages
-from kvxfer.header import PAGE
+from kvxfer.header import HUGE_PAGE, LARGE, PAGE
 
-HUGE_PAGE: Final = 1 << 21  # x86-64, and arm64 with pages of 4 KiB; elsewhere no more than an alignment
-LARGE: Final = 4 * HUGE_PAGE  # less than this stays in small pages, which are protected one by one
 # Addresses that may be others' by now: never unmapped. Some address space, in a case that is next to impossible.
 _LOST: Final[list[mmap.mmap]] = []
 _MAP_NORESERVE: Final = 0x4000  # asm-generic/mman.h; CPython 3.11 does not name it

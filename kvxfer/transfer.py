@@ -25,7 +25,9 @@ from kvxfer.header import Header
 
 __all__ = ["Consumer", "Producer", "abort", "await_request", "request"]
 
-_BATCH_BYTES: Final = 1 << 20
+# Batches grow from the least to the most, and shrink again towards the end.
+_LEAST_BATCH: Final = 1 << 20
+_MOST_BATCH: Final = 4 << 20
 
 
 def request(channel: Channel, first_block: int, *, timeout: float) -> None:
@@ -86,18 +88,21 @@ class Producer:
     def batches(self) -> Iterator[range]:
         """All blocks in order, a few at a time: present before they are given, committed when the next are asked for.
 
-        Waking the other end costs about what copying a small block does, so it is done once for several.
+        Waking the other end costs about what copying a small block does, so it is done once for several: few at first,
+        so that the other end begins soon; few at last, so that little is left to do for it once this end is through.
 
         Raises:
             KvxferError: as `commit`.
         """
         header = self._buffer.header
-        step = max(1, _BATCH_BYTES // header.block_bytes)
-        for first in range(0, header.block_count, step):
-            batch = range(first, min(first + step, header.block_count))
+        least, most = (max(1, size // header.block_bytes) for size in (_LEAST_BATCH, _MOST_BATCH))
+        first = 0
+        while rest := header.block_count - first:
+            batch = range(first, first + min(rest, max(least, min(most, first, rest // 2))))
             self.populate(first, len(batch))
             yield batch
             self.commit(batch.stop)
+            first = batch.stop
 
     def block(self, index: int) -> memoryview:
         """A block to write into. Release it before the end of the transfer."""

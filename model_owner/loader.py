@@ -39,8 +39,14 @@ def _plain(dtype: plain.Dtype) -> Callable[[Source, Bundle], Sequence[Packed]]:
     return lambda source, _: plain.plan(source, dtype)
 
 
-def _native(weights: Weights) -> Callable[[Source, Bundle], Sequence[Packed]]:
-    return lambda _, bundle: native.plan(bundle.manifest.architecture, weights)
+def _native(weights: Weights | Literal["auto"]) -> Callable[[Source, Bundle], Sequence[Packed]]:
+    def planned(source: Source, bundle: Bundle) -> Sequence[Packed]:
+        architecture = bundle.manifest.architecture
+        if architecture.vision:  # which the native step does not compute: PyTorch takes its place
+            return plain.plan(source, "bf16")
+        return native.plan(architecture, native.as_stored(source) if weights == "auto" else weights)
+
+    return planned
 
 
 LAYOUTS: Final[Mapping[str, Layout]] = {
@@ -49,9 +55,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "torch-cuda-f32": Layout("cuda", _plain("f32")),
     "torch-cuda-bf16": Layout("cuda", _plain("bf16")),
     "cuda-bf16": Layout("cpu", _plain("bf16")),  # which the executor copies to its GPU when it starts
-    "native-auto": Layout(
-        "cpu", lambda source, bundle: native.plan(bundle.manifest.architecture, native.as_stored(source))
-    ),
+    "native-auto": Layout("cpu", _native("auto")),
     "native-q4": Layout("cpu", _native("q4")),
     "native-q8": Layout("cpu", _native("q8")),
     "native-bf16": Layout("cpu", _native("bf16")),

@@ -19,7 +19,7 @@ import msgspec
 from kvxfer import channel
 from model_owner.loader import PackedWeights
 from model_owner.pool_memory import PoolRefusedError
-from model_owner.prefix_pool import PrefixPools
+from model_owner.prefix_pool import MAX_RANKS, PrefixPools
 from model_owner.weights import Failure, Progress, Weights
 from tie.daemon import frames, log, socket_path
 from tie.daemon.errors import ConfigError, ProtocolError
@@ -27,6 +27,7 @@ from tie.proto import owner_pb2
 
 MAX_CLIENTS: Final = 64
 MAX_REQUEST: Final = 4096
+RANKED: Final = "torch-cpu-"  # layouts of which every rank takes its part where it lies, out of the one arena
 UNWELCOME_S: Final = 1.0  # for the question of a client that is to be refused whatever it asks
 IDLE_S: Final = 60.0  # a client that says nothing for so long is disconnected; what it attached stays its own
 FILL_S: Final = 900.0  # one that fills a prefix pool computes system prompts meanwhile
@@ -156,7 +157,10 @@ class AttachServer:
         log.event("owner.pool", code=kind)
 
     def _attach(self, connection: socket.socket, attach: owner_pb2.Attach) -> None:
-        if attach.world_size != 1 or attach.rank != 0:
+        if not attach.rank < attach.world_size <= MAX_RANKS:
+            self._refuse(connection, "impossible-rank")
+            return
+        if attach.world_size > 1 and not attach.layout_id.startswith(RANKED):
             self._refuse(connection, "unsupported-split")
             return
         if self._weights.follow():

@@ -1,9 +1,10 @@
 """What moving, sealing and keeping KV blocks costs, against what the machine can do, in one run.
 
-    python tests/bench/bench_cache.py [--mib 64] [--repeats 7]
+    python tests/bench/bench_cache.py [--mib 64] [--repeats 11]
 
-Every figure is a median, and stands beside a plain copy and a raw AES-256-GCM of the same size in the same run: on a
-shared machine only the ratios mean something. Processes are real: the other end of each transfer is another one.
+Every figure is a median, and stands beside a plain copy and a raw AES-256-GCM of the same size in the same round: on a
+shared machine only the ratios mean something, whose least and most are printed as well. Processes are real: the other
+end of each transfer is another one.
 """
 
 import argparse
@@ -16,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -38,11 +41,13 @@ GB = 1e9
 SETTLE_S = 0.4
 
 TAKE = """
-import sys, time
+import mmap, sys, time
 from kvxfer.channel import Channel
 from kvxfer.transfer import Consumer
 channel = Channel.adopt(int(sys.argv[1]))
-pages = memoryview(bytearray(int(sys.argv[2])))
+arena = mmap.mmap(-1, int(sys.argv[2]), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+arena.madvise(mmap.MADV_HUGEPAGE)  # as the executor has it
+pages = memoryview(arena)
 while True:
     with Consumer(channel, max_bytes=1 << 34, timeout=60) as consumer:
         size, ready = consumer.header.block_bytes, 0
@@ -54,10 +59,10 @@ while True:
                     pages[index * size : (index + 1) * size] = view
             ready = committed
         consumer.finish(timeout=60)
-    channel.send(b"taken", timeout=60)
+        channel.send(b"taken", timeout=60)
 """
 GIVE = """
-import sys, time
+import os, sys, time
 from kvxfer.channel import Channel
 from kvxfer.header import Header
 from kvxfer.pool import BufferPool
@@ -80,6 +85,8 @@ while True:
                 with producer.block(index) as view:
                     view[:] = source[index * size : (index + 1) * size]
         producer.finish(timeout=60)
+    channel.receive(timeout=60)
+    os.close(buffer)
 """
 
 
@@ -108,9 +115,23 @@ def ready(pool: BufferPool, wait: bool) -> None:
         time.sleep(0.001)
 
 
-def show(what: str, seconds: float, size: int, **against: float) -> None:
-    ratios = "".join(f"  {reference / seconds:5.2f} x {name.replace('_', ' ')}" for name, reference in against.items())
-    print(f"{what:46} {seconds * 1e3:9.2f} ms {size / seconds / GB:7.2f} GB/s{ratios}")
+@dataclass(frozen=True)
+class Times:
+    """What a round of something took, in seconds, and what a plain copy and the raw cipher took in the same round."""
+
+    taken: float
+    copy: float
+    aes: float
+
+
+def show(what: str, rounds: list[Times], size: int, *names: str) -> None:
+    """Medians; of the ratios the least and the most as well."""
+    seconds = statistics.median(each.taken for each in rounds)
+    text = f"{what:42} {seconds * 1e3:8.2f} ms {size / seconds / GB:6.2f} GB/s"
+    for name in names:
+        ratios = [getattr(each, name) / each.taken for each in rounds]
+        text += f"  {statistics.median(ratios):5.2f} ({min(ratios):.2f}-{max(ratios):.2f}) x {name}"
+    print(text)
 
 
 class Bench:
@@ -131,11 +152,22 @@ class Bench:
         self.key = ConversationKey(Root.TURN, secrets.token_bytes(32))
         self.manifest = Manifest(self.format, 0, tuple(range(TOKENS * self.count)))
 
-    def copy_fresh(self) -> None:
+    def rounds(self, work: Callable[[], float]) -> list[Times]:
+        """Rounds of `work`, which says how long it took, each beside a copy and the cipher; one more to warm up."""
+        times = []
+        for _ in range(self.repeats + 1):
+            taken = work()
+            time.sleep(SETTLE_S / 2)  # others have stopped making pages
+            times.append(Times(taken, self.copy_fresh(), self.raw_aes()))
+        return times[1:]
+
+    def copy_fresh(self) -> float:
+        began = time.perf_counter()
         descriptor = seals.create("bench", self.size)
         with mmap.mmap(descriptor, self.size) as mapping:
             mapping[:] = self.source
         os.close(descriptor)
+        return time.perf_counter() - began
 
     def raw_aes(self) -> float:
         """Block by block, warm memory to warm memory: the cipher alone."""
@@ -166,7 +198,7 @@ class Bench:
         return time.perf_counter() - began
 
     def hand_over(self, channel: Channel, pool: BufferPool, *, wait: bool) -> float:
-        """A buffer filled here and read there, whole."""
+        """A buffer filled here and read there, whole, until word comes that it was."""
         ready(pool, wait)
         began = time.perf_counter()
         buffer = pool.take(self.header.buffer_bytes)
@@ -179,12 +211,13 @@ class Bench:
                     with producer.block(index) as view:
                         view[:] = source[index * BLOCK : (index + 1) * BLOCK]
             producer.finish(timeout=60)
-        channel.receive(timeout=60)
+            channel.receive(timeout=60)
+            taken = time.perf_counter() - began
         os.close(buffer)
-        return time.perf_counter() - began
+        return taken
 
     def restore(self, channel: Channel, pool: BufferPool, index: bytes, *, wait: bool) -> float:
-        """Get, open and import, as an app and a runtime do it, until the last block lies in the runtime's pages."""
+        """Get, open and import, until word comes that the last block lies in the other's pages. All bytes go there."""
         ready(pool, wait)
         began = time.perf_counter()
         buffer = pool.take(self.header.buffer_bytes)
@@ -196,9 +229,10 @@ class Bench:
                     with producer.block(block) as view:
                         entry.open(block, view)
             producer.finish(timeout=60)
-        channel.receive(timeout=60)
+            channel.receive(timeout=60)
+            taken = time.perf_counter() - began
         os.close(buffer)
-        return time.perf_counter() - began
+        return taken
 
     def export(self, channel: Channel, index: bytes) -> float:
         """The other way: the runtime copies blocks out while the app seals them into the store's memfd and files it."""
@@ -219,7 +253,9 @@ class Bench:
                     sealer.seal(view)
             consumer.finish(timeout=60)
         self.store.put(index)
-        return time.perf_counter() - began
+        taken = time.perf_counter() - began
+        channel.send(b"taken", timeout=60)
+        return taken
 
 
 def latency(repeats: int) -> float:
@@ -283,41 +319,28 @@ def run(mib: int, repeats: int, store: StoreClient) -> None:
     bench = Bench(mib, repeats, store)
     size, index = bench.size, random_index()
     print(f"{size / (1 << 20):.0f} MiB in {bench.count} blocks of {BLOCK} bytes; medians of {repeats}")
-    copy = median(repeats, bench.copy_fresh)
-    aes = median(repeats, bench.raw_aes)
-    show("plain copy into a fresh memfd", copy, size)
-    show("raw AES-256-GCM, warm", aes, size)
-    seal = median(repeats, lambda: bench.seal(index))
-    show("new + seal + put, spare", seal, size, copy=copy, raw_AES=aes)
-    show("get + open", median(repeats, lambda: bench.open(index)), size, copy=copy, raw_AES=aes)
+    show("plain copy into a fresh memfd", bench.rounds(bench.copy_fresh), size)
+    show("raw AES-256-GCM, warm", bench.rounds(bench.raw_aes), size)
+    show("new + seal + put, spare", bench.rounds(lambda: bench.seal(index)), size, "copy", "aes")
+    show("get + open", bench.rounds(lambda: bench.open(index)), size, "copy", "aes")
     channel, process = peer(TAKE, size)
-    fresh, pooled = BufferPool(bench.header.buffer_bytes, 0), BufferPool(bench.header.buffer_bytes, 1)
-    bench.hand_over(channel, fresh, wait=False)
-    show(
-        "kvxfer hand-over, fresh buffer",
-        median(repeats, lambda: bench.hand_over(channel, fresh, wait=False)),
-        size,
-        copy=copy,
-    )
-    show(
-        "kvxfer hand-over, pooled",
-        median(repeats, lambda: bench.hand_over(channel, pooled, wait=True)),
-        size,
-        copy=copy,
-    )
-    restore = median(repeats, lambda: bench.restore(channel, fresh, index, wait=False))
-    show("restore: get + open + import, fresh buffer", restore, size, copy=copy, raw_AES=aes)
-    restore = median(repeats, lambda: bench.restore(channel, pooled, index, wait=True))
-    show("restore: get + open + import, pooled", restore, size, copy=copy, raw_AES=aes)
+    pools = {
+        label: BufferPool(bench.header.buffer_bytes, spare) for label, spare in (("fresh buffer", 0), ("pooled", 1))
+    }
+    for label, pool in pools.items():
+        work = partial(bench.hand_over, channel, pool, wait=label == "pooled")
+        show(f"kvxfer hand-over, {label}", bench.rounds(work), size, "copy")
+    for label, pool in pools.items():
+        work = partial(bench.restore, channel, pool, index, wait=label == "pooled")
+        show(f"restore: get + open + import, {label}", bench.rounds(work), size, "copy", "aes")
+        pool.close()
     process.kill()
     process.wait()
     channel, process = peer(GIVE, bench.count, BLOCK)
-    bench.export(channel, index)
-    export = median(repeats, lambda: bench.export(channel, index))
-    show("export: copy out + seal + put, pooled", export, size, copy=copy, raw_AES=aes)
+    exports = bench.rounds(lambda: bench.export(channel, index))
+    show("export: copy out + seal + put, pooled", exports, size, "copy", "aes")
     process.kill()
     process.wait()
-    pooled.close()
     print(f"kvxfer: one 4 KiB block there and word back     {latency(repeats) * 1e6:9.0f} µs")
     for label, entry in (("4 KiB", 4096), ("512 MiB", 512 << 20)):
         sealing_s, put, get = store_operations(store, entry, repeats * 3)
@@ -335,7 +358,7 @@ def main() -> None:
     """Runs it against a store of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=11)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tie-bench-", dir="/tmp") as directory:
         table = node_config.StoreConfig(

@@ -45,7 +45,6 @@ KIND_TOKENS = 500
 SHORT_BYTES = range(1, 3)
 LONG_BYTES = range(9, 14)
 PROMPT = "Write something."
-AS_IT_IS = range(1, 16385)  # a "bucket" of every size
 PHASE_S = 0.03  # the app's clock has been ticking for a while when the first token comes
 
 
@@ -98,7 +97,13 @@ def recorded(
 
 
 async def sent(
-    recordings: Sequence[Recording], config: AppConfig, pace: float, tokenizer: Tokenizer, at_once: int
+    recordings: Sequence[Recording],
+    config: AppConfig,
+    pace: float,
+    tokenizer: Tokenizer,
+    at_once: int,
+    *,
+    padded: bool = True,
 ) -> list[Exchange]:
     """All of them, some at a time, in a random order: the answers of both kinds meet the same machine."""
     dice = random.Random(1)  # noqa: S311 (no secret)
@@ -109,7 +114,7 @@ async def sent(
     async def stream() -> None:
         for recording in waiting:
             phase = dice.uniform(0, PHASE_S)
-            exchanges.append(await send(recording, config, pace, phase, tokenizer))
+            exchanges.append(await send(recording, config, pace, phase, tokenizer, padded=padded))
 
     await asyncio.gather(*(stream() for _ in range(at_once)))
     return exchanges
@@ -204,11 +209,12 @@ def measure(options: argparse.Namespace) -> None:
     for pace in options.paces:
         at_once = max(2, round(options.rate / pace))
         for tick in (0.0, usual.tick_s):
-            for padding, buckets in (("off", AS_IT_IS), ("on", usual.buckets), *(options.buckets if tick else ())):
+            for padding, buckets in (("off", usual.buckets), ("on", usual.buckets), *(options.buckets if tick else ())):
                 config = msgspec.structs.replace(usual, buckets=buckets, tick_s=tick)
-                exchanges = asyncio.run(sent(recordings, config, pace / own, tokenizer, at_once))
+                padded = padding != "off"
+                exchanges = asyncio.run(sent(recordings, config, pace / own, tokenizer, at_once, padded=padded))
                 print(line(f"{pace:4.0f} {tick * 1e3:2.0f} ms {padding:7}", exchanges), flush=True)
-                if tick and buckets is usual.buckets:
+                if tick and padding == "on":
                     areas = controls(exchanges)
                     print(f"     controls: a tenth more frames {areas[0]}, a tenth slower {areas[1]}", flush=True)
 

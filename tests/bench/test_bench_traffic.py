@@ -45,16 +45,15 @@ def recordings(tokenizer: Tokenizer, count: int) -> list[Recording]:
 
 @pytest.mark.parametrize("tick_s", [0.0, 0.002])
 def test_padding_hides_what_sizes_tell(tokenizer, tick_s):
-    seen = {}
-    for buckets in (bench_traffic.AS_IT_IS, AppConfig().buckets):
-        config = AppConfig(buckets=buckets, tick_s=tick_s)
-        exchanges = asyncio.run(bench_traffic.sent(recordings(tokenizer, 60), config, 1, tokenizer, 10))
+    config, seen = AppConfig(tick_s=tick_s), []
+    for padded in (False, True):
+        exchanges = asyncio.run(bench_traffic.sent(recordings(tokenizer, 60), config, 1, tokenizer, 10, padded=padded))
         assert {(exchange.long, exchange.text_bytes) for exchange in exchanges} == {(False, 6), (True, 54)}
-        seen[buckets] = exchanges
-    bare, padded = seen.values()
+        seen.append(exchanges)
+    bare, whole = seen
     assert bench_traffic.judged(bare, [bench_traffic.sizes])[0].value > 0.95
-    assert {size - AROUND for exchange in padded for _, size in exchange.frames} == {AppConfig().buckets[0]}
-    assert bench_traffic.judged(padded, [bench_traffic.sizes])[0].value == 0.5
+    assert {size - AROUND for exchange in whole for _, size in exchange.frames} == {AppConfig().buckets[0]}
+    assert bench_traffic.judged(whole, [bench_traffic.sizes])[0].value == 0.5
 
 
 def test_the_classifier_finds_what_is_there_and_nothing_else():

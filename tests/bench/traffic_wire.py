@@ -100,7 +100,9 @@ async def connection() -> AsyncIterator[tuple[tuple[asyncio.StreamReader, asynci
             writer.transport.abort()
 
 
-async def send(recording: Recording, config: AppConfig, pace: float, phase_s: float, tokenizer: Tokenizer) -> Exchange:
+async def send(
+    recording: Recording, config: AppConfig, pace: float, phase_s: float, tokenizer: Tokenizer, *, padded: bool = True
+) -> Exchange:
     """One answer on its whole way.
 
     Args:
@@ -109,6 +111,7 @@ async def send(recording: Recording, config: AppConfig, pace: float, phase_s: fl
         pace: how many times as fast as the engine gave it.
         phase_s: how long the app, whose clock ticks from its start, has waited for the first token.
         tokenizer: the model's.
+        padded: else frames count as large as they were without their padding.
     """
     seen, player = Exchange(recording.long), Player(recording, pace)
     async with connection() as (app, job), connection() as (out, wire), asyncio.timeout(LIMIT_S):
@@ -117,7 +120,7 @@ async def send(recording: Recording, config: AppConfig, pace: float, phase_s: fl
         await read_app(config, Link(*job), LIMIT_S)
         await asyncio.sleep(phase_s)
         await asyncio.gather(
-            _answer(player, sender, tokenizer), _seal(config, Link(*job), Link(*out)), _watch(wire[0], seen)
+            _answer(player, sender, tokenizer), _seal(config, Link(*job), Link(*out)), _watch(wire[0], seen, padded)
         )
     seen.first_delay_s = seen.frames[0][0] - player.times[0]
     seen.last_delay_s = seen.frames[-1][0] - player.times[-1]
@@ -141,7 +144,7 @@ async def _seal(config: AppConfig, app: Link, ingress: Link) -> None:
         await answer.send(payload, last=kind == "done")
 
 
-async def _watch(reader: asyncio.StreamReader, seen: Exchange) -> None:
+async def _watch(reader: asyncio.StreamReader, seen: Exchange, padded: bool) -> None:
     """What the ingress passes on: it writes each frame as it comes. The text is what the device makes of it."""
     clock, opener = asyncio.get_running_loop().time, Opener(Secret(_KEY), Direction.RESPONSE)
     while not opener.ended:
@@ -150,7 +153,10 @@ async def _watch(reader: asyncio.StreamReader, seen: Exchange) -> None:
         )
         assert message is not None
         if message.HasField("segment"):
-            seen.frames.append((clock(), PREFIX.size + len(message.segment)))
+            now, size = clock(), PREFIX.size + len(message.segment)
             ciphertext, last = unpack_segment(message.segment)
             plain = app_pb2.AppOut.FromString(opener.open(ciphertext, last=last))
+            whole = plain.ByteSize()
+            plain.ClearField("padding")
+            seen.frames.append((now, size if padded else size - whole + plain.ByteSize()))
             seen.text_bytes += len(plain.delta.text.encode())

@@ -3,9 +3,9 @@
     python tests/fuzz/fuzz.py TARGET [--runs 1000000] [--seconds 300] [--seed 1] [--keep]
 
 Targets: header, import, store, reply, entry (on the way of a KV cache); proxy; http, frames, envelope, proto, request,
-template (on the way of a request). Prints executions, coverage and peak memory. An input that breaks something is
-written beside the working corpus and ends the run with its path. --keep takes some of what was found into
-tests/fuzz/corpus.
+template (on the way of a request); image (fuzz_images.py goes on without coverage, and faster). Prints executions,
+coverage and peak memory. An input that breaks something is written beside the working corpus and ends the run with its
+path. --keep takes some of what was found into tests/fuzz/corpus.
 """
 
 import argparse
@@ -26,7 +26,8 @@ _SLOWEST_S = 10
 _LONGEST = {"http": 4096}  # of an input, in bytes: a sealed key alone has 1168
 _KEPT = 60
 _INSTRUMENTED = (
-    "kvxfer", "tie.store", "tie.warden", "tie.runtime.kv_blocks", "tie.runtime.request", "tie.device", "tie.app",
+    "kvxfer", "tie.store", "tie.warden", "tie.runtime.kv_blocks", "tie.runtime.request", "tie.runtime.images",
+    "tie.device", "tie.app",
     "tie.http", "tie.envelope", "tie.cloudboard.sealed_body", "tie.cloudboard.uploads", "tie.cloudboard.relay",
     "tie.daemon.frames", "tie.assets.chat", "tie.assets.marking", "h11", "h2", "hpack", "hyperframe",
 )  # fmt: skip

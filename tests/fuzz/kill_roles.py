@@ -22,6 +22,7 @@ from kvxfer.channel import Channel, listen
 from kvxfer.errors import KvxferError
 from kvxfer.pool import BufferPool
 from tie.app.conversation import Conversation
+from tie.app.placed import Prompt
 from tie.assets.prefix import NO_PREFIX
 from tie.bones.blocks import HostBlocks
 from tie.daemon.errors import TieError
@@ -178,7 +179,7 @@ class App:
         )
         with contextlib.closing(conversation), contextlib.ExitStack() as stack:
             say(phase="look up")
-            conversation.look_up((*tokens, 0))
+            conversation.look_up(Prompt((*tokens, 0)))
             ask = runtime_pb2.KvRequest(prepare_export=runtime_pb2.PrepareExport())
             export_ticket, (channel,) = _ask(kv, ask, 1)
             export = stack.enter_context(Channel.adopt(channel))
@@ -200,7 +201,7 @@ class App:
                 say(failed="a block was restored that is not what had been saved", wrong=wrong)
             # The device has its `done` here.
             say(phase="save")
-            conversation.save(tokens, export)
+            conversation.save(tokens, (), export)
         return int(restored)
 
 

@@ -103,6 +103,8 @@ def seeds() -> dict[str, list[bytes]]:
             b"\2" + json.dumps({"model": "m", **_PROMPT}).encode(),
             *(flags + text for text in _WRITTEN for flags in (b"\1", b"\3", b"\x0d")),
         ],
+        # One file unchanged, then each kind of change once.
+        "image": [bytes([7, 0x80]), *(bytes([number * 13, 0x80, number, 1, 0, 3, 0]) for number in range(16))],
         **seeds_of_requests(),
     }
 

@@ -16,6 +16,7 @@ from tie.device import errors
 from tie.device.proxy import tool_calls
 from tie.envelope import stream
 from tie.envelope.frames import FrameSplitter
+from tie.runtime.images.limits import Limits as ImageLimits
 from tie.store import client
 from tie.store.entries import Entries
 from tie.warden.entry import Opener
@@ -86,6 +87,7 @@ BREAKS = {
     "proto": (errors, "from_done", leave),
     "request": (prompt, "check_options", leave),
     "template": (Marker, "mark", lambda _, text, *__, **___: text),
+    "image": (ImageLimits, "check_size", leave),
 }
 
 

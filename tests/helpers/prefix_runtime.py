@@ -2,12 +2,13 @@
 
 import gc
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 from tie.assets.manifest import Architecture, FileEntry, Manifest, SystemPrompt, TokenizerInfo
 from tie.bones.blocks import HostBlocks
 from tie.runtime.kv_blocks import Format, Kept
-from tie.runtime.prefix_pool import Place, PoolMemory
+from tie.runtime.prefix_pool import RankedPool
 from tie.runtime.prefixes import Prefixes
 
 TOKENS = 4
@@ -36,21 +37,34 @@ def manifest(prompts=PROMPTS, **changes) -> Manifest:
     return Manifest(**(fields | changes))
 
 
-class Runtime(HostBlocks):
-    """The part of one that has to do with prefixes. Its blocks' bytes follow from the tokens up to there."""
+class Part(HostBlocks):
+    """A rank's memory. Its blocks' bytes follow from the tokens up to there, and from the rank."""
 
-    def __init__(self, path, *, bundle=None, format=FORMAT, place=None, most_blocks=9) -> None:  # noqa: A002
-        self.data = bytearray(64 * format.block_bytes)
+    def __init__(self, rank: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.data = bytearray(64 * block_bytes)
+        self.salt = b"%d" % rank
+
+    def block_view(self, block):
+        return memoryview(self.data)[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def bytes_of(self, tokens) -> bytes:
+        return (hashlib.sha256(self.salt + bytes(tokens)).digest() * 64)[: self.block_bytes]
+
+
+class Runtime:
+    """The part of one that has to do with prefixes, on ranks whose slices of a block are of different sizes."""
+
+    def __init__(self, path, *, bundle=None, format=FORMAT, ranks=1, most_blocks=9) -> None:  # noqa: A002
+        self.parts = [Part(rank, format.block_bytes >> rank) for rank in range(ranks)]
         self.computed: list[tuple[int, ...]] = []
-        self.pool: PoolMemory | None = None
-        self.format = format
-        self.salt = b"%d" % (place or Place()).rank
+        self.pool: RankedPool | None = None
+        self.format = replace(format, block_bytes=sum(part.block_bytes for part in self.parts))
         self.prefixes = Prefixes(
             path,
             bundle or manifest(),
-            format=format,
-            place=place or Place(),
-            memory=self,
+            format=self.format,
+            parts=self.parts,
             most_blocks=most_blocks,
             on_ready=self._ready,
         )
@@ -58,18 +72,16 @@ class Runtime(HostBlocks):
     def _ready(self, trie, pool):  # noqa: ARG002 (the signature is the hook's)
         self.pool = pool
 
-    def block_view(self, block):
-        return memoryview(self.data)[block * self.format.block_bytes : (block + 1) * self.format.block_bytes]
-
     def bytes_of(self, tokens) -> bytes:
-        return (hashlib.sha256(self.salt + bytes(tokens)).digest() * 64)[: self.format.block_bytes]
+        return b"".join(part.bytes_of(tokens) for part in self.parts)
 
     def compute(self, prompt) -> Kept:
         self.computed.append(tuple(prompt))
         size = self.format.block_tokens
         blocks = range(10, 10 + len(prompt) // size)  # somewhere in the pool
         for index, block in enumerate(blocks):
-            self.block_view(block)[:] = self.bytes_of(prompt[: (index + 1) * size])
+            for part in self.parts:
+                part.block_view(block)[:] = part.bytes_of(prompt[: (index + 1) * size])
         return Kept(tuple(blocks), lambda: None)
 
     def warm(self) -> "Runtime":

@@ -87,9 +87,9 @@ def proxy_url(running_node: LocalNode) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def running_node(bundle: Path) -> Iterator[LocalNode]:
-    """The node of one file of tests; when they are over nothing of it may be left."""
-    node = LocalNode(bundle=bundle, overrides=OVERRIDES)
+def running_node(request: pytest.FixtureRequest, bundle: Path) -> Iterator[LocalNode]:
+    """The node of one file of tests, which may have overrides; when they are over nothing of it may be left."""
+    node = LocalNode(bundle=bundle, overrides=(*OVERRIDES, *getattr(request.module, "MORE_OVERRIDES", ())))
     try:
         try:
             asyncio.run(node.wait_for(control_pb2.STATE_AVAILABLE, START_S))

@@ -239,8 +239,11 @@ def test_raw_completions(api, asked):
         ({"tools": [WEATHER, WEATHER]}, openai.BadRequestError, "tools[1].function.name"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object",
           "patternProperties": {"(?=a)": {}}}}}}, openai.UnprocessableEntityError, "response_format"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
-         openai.UnprocessableEntityError, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://a/b"}}]}]},
+         openai.BadRequestError, "messages[0].content[0].image_url.url"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url",
+          "image_url": {"url": "data:image/png;base64,YQ=="}}]}]},
+         openai.UnprocessableEntityError, "messages[0].content[0].image_url"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_field(api, asked, kind, param):

@@ -15,12 +15,13 @@ from kvxfer.errors import AbortReason, ChannelError, TransferAbortedError
 from kvxfer.header import Header, buffer_bytes
 from kvxfer.transfer import Consumer, Producer
 from tie.app.entries import StoredEntry, sealing
+from tie.app.placed import Prompt
 from tie.assets.prefix import SharedPrefix, common_length
 from tie.store.client import StoreClient, random_index
 from tie.warden.entry import Kind
 from tie.warden.errors import EntryError
 from tie.warden.keys import ConversationKey, Root
-from tie.warden.manifest import CacheFormat, Manifest, Segment
+from tie.warden.manifest import CacheFormat, Image, Manifest, Segment
 
 MAX_SEGMENTS: Final = 16  # a conversation of more is sealed anew as one
 
@@ -76,12 +77,15 @@ class Conversation:
         """Blocks that are cached and fit this prompt, the shared prefix aside."""
         return sum(kept.blocks for kept in self._kept)
 
-    def look_up(self, prompt: Sequence[int]) -> None:
+    def look_up(self, prompt: Prompt) -> None:
         """Finds the longest run of cached whole blocks that `prompt` begins with; its last token is never among them.
+
+        What is known of its images is noted in it.
 
         Raises:
             StoreError: the store is gone.
         """
+        prompt.digests = self._key.digests(prompt.images)
         store = self._store = StoreClient(self._store_path, timeout=self._timeout)
         if not self.lasting:
             return  # nothing has been filed under a key as new as the request
@@ -94,7 +98,8 @@ class Conversation:
         except EntryError:
             return  # as if it were not there; what was collected before is good
 
-    def _collect(self, store: StoreClient, head: Manifest, prompt: Sequence[int]) -> None:
+    def _collect(self, store: StoreClient, head: Manifest, prompt: Prompt) -> None:
+        prompt.recognise(head.images)
         tokens = self._format.block_tokens
         # What was saved before a prefix was shared, or by a runtime that had none, begins at the prompt's beginning.
         self._first = self._prefix.blocks if head.prefix_sha256 else 0
@@ -103,7 +108,7 @@ class Conversation:
             self._prefix.sha256 if self._first else b"",
         ):
             return
-        left = common_length(head.token_ids, prompt[self._first * tokens : -1]) // tokens
+        left = common_length(head.token_ids, prompt.certain[self._first * tokens :]) // tokens
         first = 0
         for segment in head.segments:
             if left <= 0:
@@ -151,11 +156,12 @@ class Conversation:
                 raise
             producer.finish(timeout=self._timeout)
 
-    def save(self, tokens: Sequence[int], channel: Channel) -> None:
+    def save(self, tokens: Sequence[int], images: Sequence[Image], channel: Channel) -> None:
         """Seals the blocks that no kept segment has, files them as a new segment, and then the new head.
 
         Args:
             tokens: of the whole sequence: prompt and answer.
+            images: of the prompt.
             channel: of the export.
 
         Raises:
@@ -183,7 +189,8 @@ class Conversation:
         start = self._first * self._format.block_tokens
         covered = sum(segment.block_count for segment in segments) * self._format.block_tokens
         named = tuple(tokens[start : start + covered])
-        with sealing(store, self._key, Kind.HEAD, Manifest(self._format, start, named, segments, self._prefix_sha256)):
+        head = Manifest(self._format, start, named, segments, self._prefix_sha256, tuple(images))
+        with sealing(store, self._key, Kind.HEAD, head):
             pass
         # The one moment at which the conversation changes: whoever comes later finds this head or the one before.
         store.put(self._key.index(), ttl_s=self._ttl_s)

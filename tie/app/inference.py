@@ -42,19 +42,29 @@ class Generation:
 
     Attributes:
         tokens: ids of the first choice's answer so far, as the runtime sends them.
+        looked: what the runtime says of the images.
 
     Args:
         request: what the runtime is asked for.
         tokenizer: the bundle's.
         sender: takes the text.
+        image_fields: where the user has the images, in order: the runtime knows them by number.
     """
 
-    def __init__(self, request: runtime_pb2.GenerateRequest, tokenizer: Tokenizer, sender: Sender) -> None:
+    def __init__(
+        self,
+        request: runtime_pb2.GenerateRequest,
+        tokenizer: Tokenizer,
+        sender: Sender,
+        image_fields: Sequence[str] = (),
+    ) -> None:
         self._request = request
         self._tokenizer = tokenizer
         self._sender = sender
+        self._image_fields = image_fields
         self._texts = [ChoiceText(tokenizer.stream_decoder()) for _ in range(request.n)]
         self.tokens: list[int] = []
+        self.looked: Sequence[runtime_pb2.ImageSize] = ()
         self._counts = [0] * request.n
         self._finished: dict[int, runtime_pb2.Finished] = {}
 
@@ -100,7 +110,10 @@ class Generation:
                 for index, end in enumerate(ends)
             ),
             usage=app_pb2.Usage(
-                prompt_tokens=len(self._request.token_ids),
+                # The runtime counts more where there are images: it knows how many tokens each takes.
+                prompt_tokens=max(
+                    [len(self._request.token_ids), *(end.prompt_tokens for end in self._finished.values())]
+                ),
                 completion_tokens=sum(
                     end.completion_tokens if end else count for end, count in zip(ends, self._counts, strict=True)
                 ),
@@ -114,11 +127,20 @@ class Generation:
                 self._tokens(event.tokens)
             case "finished":
                 self._finish(event.finished)
+            case "looked":
+                self.looked = event.looked.sizes
             case "failed":
                 status = _STATUS.get(event.failed.code, app_pb2.STATUS_INTERNAL)
-                raise RefusalError(status, event.failed.detail)
+                raise RefusalError(status, self._named(event.failed.detail))
             case _:
                 raise ProtocolError("the runtime sent an empty event")
+
+    def _named(self, detail: str) -> str:
+        """With the user's own name of an image's field."""
+        for number, field in enumerate(self._image_fields):
+            if detail.startswith(f"images[{number}]:"):
+                return field + detail.removeprefix(f"images[{number}]")
+        return detail
 
     def _tokens(self, tokens: runtime_pb2.Tokens) -> None:
         text = self._choice(tokens.index)

@@ -1,6 +1,6 @@
 """From a user's request to what the runtime is asked for: token ids, checked numbers, one grammar."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, get_args
@@ -11,6 +11,7 @@ from tie.app.outcome import RefusalError, invalid, unsupported
 from tie.app.sampling import check_options, output_tokens, sampling
 from tie.assets.bundle import Bundle, open_bundle
 from tie.assets.chat import ChatError, ChatMessage, ChatTemplate, Role, ToolCall
+from tie.assets.images import MAX_IMAGE_BYTES, MAX_IMAGES, Placeholders
 from tie.assets.manifest import CHAT_TEMPLATE_FILE, Manifest
 from tie.assets.tokenizer import Tokenizer, load_tokenizer
 from tie.daemon.config import NodeConfig
@@ -27,11 +28,13 @@ class Model:
     Attributes:
         tokenizer: text to ids and back.
         context_tokens: prompt and answer together.
+        placeholders: what stands for images in a prompt; None: the model takes none.
     """
 
     bundle: Bundle
     tokenizer: Tokenizer
     context_tokens: int
+    placeholders: Placeholders | None
     _template: ChatTemplate | None
     _template_takes_tools: bool
     _tagged_calls: bool
@@ -52,6 +55,7 @@ class Model:
             bundle=bundle,
             tokenizer=tokenizer,
             context_tokens=min(own, config.runtime.context_tokens or own),
+            placeholders=Placeholders.of(bundle.manifest, tokenizer),
             _template=ChatTemplate.load(bundle, tokenizer) if chat else None,
             _template_takes_tools=b"tools" in source,
             _tagged_calls=constraints.CALL_TAGS[0].rstrip().encode() in source,
@@ -83,7 +87,9 @@ class Model:
         check_options(request)
         numbers = sampling(request.sampling, self.manifest.architecture.vocab_size)
         self._check_size(request)
+        images = self._images(request)
         token_ids = self._token_ids(request)
+        self._check_places(token_ids, images)
         free = self.context_tokens - len(token_ids)
         if free < 1:
             raise RefusalError(
@@ -106,7 +112,30 @@ class Model:
             logprobs=request.logprobs if request.HasField("logprobs") else None,
             n=request.n or 1,
             batch_priority=request.priority == request_pb2.PRIORITY_BATCH,
+            images=images,
         )
+
+    def _images(self, request: request_pb2.InferenceRequest) -> list[bytes]:
+        """The files of all images, in order. Nobody looks into them here."""
+        images = []
+        for field, part in image_parts(request):
+            if self.manifest.images is None:
+                raise unsupported(field, "this model does not take images")
+            if not part.image:
+                raise invalid(field, "is empty")
+            if len(part.image) > MAX_IMAGE_BYTES:
+                raise RefusalError(
+                    app_pb2.STATUS_IMAGE_REFUSED, f"{field}: file-too-large: more than {MAX_IMAGE_BYTES} bytes"
+                )
+            images.append(part.image)
+            if len(images) > MAX_IMAGES:
+                raise invalid(field, f"is one of more than {MAX_IMAGES} images")
+        return images
+
+    def _check_places(self, token_ids: Sequence[int], images: Sequence[bytes]) -> None:
+        """Each image has a place in the prompt, as the model's template gives it."""
+        if self.manifest.images and token_ids.count(self.manifest.images.token_id) != len(images):
+            raise unsupported("messages", "this model's chat template has no place for these images")
 
     def _check_size(self, request: request_pb2.InferenceRequest) -> None:
         """Refuses what cannot fit, before it costs seconds to count its tokens."""
@@ -125,7 +154,7 @@ class Model:
             raise invalid("prompt", "cannot be combined with messages")
         tools = constraints.tools(request)
         if request.messages:
-            return self._chat(messages(request.messages), tools)
+            return self._chat(messages(request.messages, parts=self.manifest.images is not None), tools)
         if not request.prompt:
             raise invalid("messages", "is empty, and there is no prompt")
         if tools:
@@ -147,16 +176,28 @@ class Model:
             raise invalid("messages", f"{error}; {error.hint}" if error.hint else str(error)) from None
 
 
-def messages(asked: Sequence[request_pb2.Message]) -> list[ChatMessage]:
+def messages(asked: Sequence[request_pb2.Message], *, parts: bool = False) -> list[ChatMessage]:
     """The conversation as the chat template takes it.
+
+    Args:
+        asked: the user's.
+        parts: contents as lists of parts, which templates of models that take images expect; else as text.
 
     Raises:
         RefusalError: INVALID_REQUEST or UNSUPPORTED, naming the field.
     """
-    return [_message(f"messages[{position}]", message) for position, message in enumerate(asked)]
+    return [_message(f"messages[{position}]", message, parts=parts) for position, message in enumerate(asked)]
 
 
-def _message(field: str, message: request_pb2.Message) -> ChatMessage:
+def image_parts(request: request_pb2.InferenceRequest) -> Iterator[tuple[str, request_pb2.Part]]:
+    """Every image, with the name of its field."""
+    for number, message in enumerate(request.messages):
+        for position, part in enumerate(message.parts):
+            if part.HasField("image"):
+                yield f"messages[{number}].parts[{position}].image", part
+
+
+def _message(field: str, message: request_pb2.Message, *, parts: bool) -> ChatMessage:
     role = next((known for known in _ROLES if known == message.role), None)
     if role is None:
         raise invalid(f"{field}.role", f"must be one of {', '.join(_ROLES)}")
@@ -168,19 +209,26 @@ def _message(field: str, message: request_pb2.Message) -> ChatMessage:
         match part.WhichOneof("kind"):
             case "text":
                 continue
+            case "image" if role == "user":
+                continue
             case "image":
-                raise unsupported(f"{field}.parts[{position}].image", "this node does not take images")
+                raise unsupported(f"{field}.parts[{position}].image", "only a user's messages may have images")
             case _:
                 raise invalid(f"{field}.parts[{position}]", "has no content")
     return ChatMessage(
         role=role,
-        content="".join(part.text for part in message.parts),
+        content=tuple(map(_part, message.parts)) if parts else "".join(part.text for part in message.parts),
         tool_calls=tuple(
             _tool_call(f"{field}.tool_calls[{position}]", call) for position, call in enumerate(message.tool_calls)
         ),
         tool_call_id=message.tool_call_id,
         name=message.name,
     )
+
+
+def _part(part: request_pb2.Part) -> dict[str, str]:
+    """As templates expect it."""
+    return {"type": "image"} if part.HasField("image") else {"type": "text", "text": part.text}
 
 
 def _tool_call(field: str, call: request_pb2.ToolCall) -> ToolCall:

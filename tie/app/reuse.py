@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 from kvxfer.channel import Channel
 from kvxfer.errors import KvxferError
 from tie.app.conversation import Conversation
+from tie.app.placed import Prompt
 from tie.app.runtime_link import RuntimeLink
 from tie.assets.manifest import Manifest
 from tie.assets.prefix import shared_prefix
@@ -21,6 +22,7 @@ from tie.daemon.config import NodeConfig
 from tie.daemon.errors import TieError
 from tie.proto import runtime_pb2
 from tie.warden.keys import ConversationKey
+from tie.warden.manifest import Image
 
 T = TypeVar("T")
 
@@ -47,6 +49,8 @@ class Reuse:
         key: ConversationKey,
         runtime: RuntimeLink,
         request: runtime_pb2.GenerateRequest,
+        *,
+        prompt: Prompt,
         manifest: Manifest,
         config: NodeConfig,
     ) -> Self:
@@ -57,24 +61,26 @@ class Reuse:
             key,
             runtime.format,
             config.sockets.store,
-            prefix=shared_prefix(registered, tuple(request.token_ids), runtime.format.block_tokens),
+            prefix=shared_prefix(registered, prompt.ids, runtime.format.block_tokens),
             timeout=app.cache_timeout_s,
             ttl_s=app.cache_ttl_s,
         )
         reuse = cls(conversation, limit_s=app.cache_timeout_s, save_s=app.save_deadline_s)
         try:
             async with asyncio.timeout(app.cache_timeout_s):
-                if await reuse._quietly(conversation.look_up, tuple(request.token_ids)):
+                if await reuse._quietly(conversation.look_up, prompt):
+                    request.image_sizes.extend(prompt.known_sizes())
                     await reuse._prepare(runtime, request)
         except (TimeoutError, KvxferError, OSError) as error:
             log.failure("app.cache-unused", error)
         return reuse
 
-    async def save(self, tokens: Sequence[int]) -> None:
+    async def save(self, tokens: Sequence[int], images: Sequence[Image]) -> None:
         """Files what the runtime has computed, once the answer has been sent.
 
         Args:
             tokens: of the whole sequence: prompt and answer.
+            images: of the prompt.
         """
         if self._export is None:
             return
@@ -82,7 +88,7 @@ class Reuse:
             async with asyncio.timeout(self._save_s):
                 if self._restoring:
                     await self._restoring
-                if await self._quietly(self._conversation.save, tokens, self._export):
+                if await self._quietly(self._conversation.save, tokens, images, self._export):
                     if self._conversation.lasting:
                         log.event("app.conversation-saved")
                     else:

@@ -1,7 +1,9 @@
 """What the app says to the jobhelper: ready, deltas, one done; each frame padded, on a clock of its own.
 
 Deltas are gathered and leave only at the ticks of a clock that started with the process, so that neither the size nor
-the time of a frame follows a token. A frame that cannot be padded is not sent.
+the time of a frame follows a token. Of a choice one frame of the smallest size leaves at a tick, and what does not fit
+waits for the next, so that where tokens come fast sizes do not tell long ones from short ones either; only what would
+wait for long goes in larger frames. A frame that cannot be padded is not sent.
 """
 
 import asyncio
@@ -17,6 +19,7 @@ from tie.proto import app_pb2
 # Tag and length of `delta` or `done` in AppOut, and of `text` or `detail` in those: lengths up to 3 bytes (1 MiB).
 _ENVELOPE_BYTES = 2 * (1 + 3)
 _ENTRY_BYTES = 1 + 3  # tag and length of one repeated entry
+_WAITING = 4  # frames of the smallest size: more than a reader would notice do not wait
 
 
 @dataclass
@@ -64,7 +67,7 @@ class Sender:
         while True:
             await self._some.wait()
             await asyncio.sleep(self._until_tick())
-            await self._send(self._flush())
+            await self._send(self._due())
 
     async def done(self, outcome: Outcome) -> None:
         """Sends what is left and the end. Raises as `run`; RuntimeError on a second call, which is a bug."""
@@ -73,21 +76,29 @@ class Sender:
         self._ended = True
         if self._some.is_set():
             await asyncio.sleep(self._until_tick())
-        await self._send([*self._flush(), app_pb2.AppOut(done=_done(outcome, room(self._config.buckets)))])
+        await self._send([*self._due(last=True), app_pb2.AppOut(done=_done(outcome, room(self._config.buckets)))])
 
     def _until_tick(self) -> float:
         tick = self._config.tick_s
         return tick - (self._clock() - self._start) % tick if tick else 0.0
 
-    def _flush(self) -> list[app_pb2.AppOut]:
+    def _due(self, *, last: bool = False) -> list[app_pb2.AppOut]:
+        """What leaves at this tick: of each choice one small frame, unless it is the `last` tick or too much waits."""
         gathered, self._gathered = self._gathered, {}
         self._some.clear()
-        largest = room(self._config.buckets)
-        return [
-            app_pb2.AppOut(delta=delta)
-            for index, parts in sorted(gathered.items())
-            for delta in deltas(index, "".join(parts.text), parts.logprobs, largest)
-        ]
+        due: list[app_pb2.Delta] = []
+        for index, parts in sorted(gathered.items()):
+            text = "".join(parts.text)
+            small = list(deltas(index, text, parts.logprobs, room(self._config.buckets[:1])))
+            if len(small) > _WAITING:
+                due.extend(deltas(index, text, parts.logprobs, room(self._config.buckets)))
+            elif last:
+                due.extend(small)
+            else:
+                due.append(small[0])
+                for waiting in small[1:]:
+                    self.put(index, waiting.text, waiting.logprobs)
+        return [app_pb2.AppOut(delta=delta) for delta in due]
 
     async def _send(self, frames: Sequence[app_pb2.AppOut]) -> None:
         payloads = [pad(frame, self._config.buckets) for frame in frames]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tie.app.frames import Incoming, Limits
 from tie.app.inference import Generation
 from tie.app.outcome import Outcome, RefusalError
-from tie.app.prompt import Model
+from tie.app.prompt import Model, image_parts
 from tie.app.racing import unless
 from tie.app.runtime_link import RuntimeLink, connect
 from tie.app.sender import Sender
@@ -24,6 +24,7 @@ from tie.envelope.secret import Secret
 from tie.proto import app_pb2, request_pb2, runtime_pb2
 
 if TYPE_CHECKING:
+    from tie.app.placed import Prompt
     from tie.app.reuse import Reuse
     from tie.warden.keys import ConversationKey
 
@@ -51,7 +52,7 @@ class Session:
         self._dek = Secret(b"")
         self._generation: Generation | None = None
         self._reuse: Reuse | None = None
-        self._prompt: tuple[int, ...] = ()
+        self._prompt: Prompt | None = None
 
     async def run(self) -> int:
         """Lives one life and gives the exit code. A jobhelper that is still there gets one `done`, whatever happens."""
@@ -112,15 +113,18 @@ class Session:
         self, runtime: RuntimeLink, model: Model, body: bytes, limits: Limits, deadline: float
     ) -> Outcome:
         # In a thread: a long prompt takes seconds to tokenize, and an abort must be seen meanwhile.
-        asked, turn_key = await asyncio.to_thread(_understand, model, body, limits, self._request_id)
+        asked, images, turn_key = await asyncio.to_thread(_understand, model, body, limits, self._request_id)
         key = self._key(turn_key)
         self._dek.close()  # what is left to do takes minutes
         if key:
+            from tie.app.placed import Prompt
             from tie.app.reuse import Reuse
 
-            self._prompt = tuple(asked.token_ids)
-            self._reuse = await Reuse.begin(key, runtime, asked, model.manifest, self._config)
-        self._generation = Generation(asked, model.tokenizer, self._sender)
+            self._prompt = Prompt(tuple(asked.token_ids), tuple(asked.images), model.placeholders)
+            self._reuse = await Reuse.begin(
+                key, runtime, asked, prompt=self._prompt, manifest=model.manifest, config=self._config
+            )
+        self._generation = Generation(asked, model.tokenizer, self._sender, images)
         return await self._generation.run(runtime.triton, timeout=max(0.001, deadline - time.monotonic()))
 
     def _key(self, turn_key: bytes) -> "ConversationKey | None":
@@ -136,10 +140,12 @@ class Session:
     async def _save(self) -> None:
         """Files the conversation for its next turn. The answer is with the jobhelper, and the connection has ended."""
         self._writer.close()
-        if self._reuse and self._generation:
+        if self._reuse and self._generation and self._prompt:
             # Asked to end, the process ends: there is nothing here that a user waits for.
             with contextlib.suppress(RefusalError):
-                await unless(self._reuse.save((*self._prompt, *self._generation.tokens)), self._stopped())
+                if whole := self._prompt.whole(self._generation.looked):
+                    tokens, images = whole
+                    await unless(self._reuse.save((*tokens, *self._generation.tokens), images), self._stopped())
             self._reuse.close()
 
     async def _stopped(self) -> None:
@@ -176,10 +182,11 @@ def _rehearse(model: Model, config: NodeConfig) -> None:
 
 def _understand(
     model: Model, body: bytes, limits: Limits, request_id: str
-) -> tuple[runtime_pb2.GenerateRequest, bytes]:
-    """What the runtime is asked for, and the conversation's turn key, if it has one."""
+) -> tuple[runtime_pb2.GenerateRequest, list[str], bytes]:
+    """What the runtime is asked for, the fields that images came in, and the conversation's turn key, if it has one."""
     try:
         request = parse(body, request_pb2.InferenceRequest)
     except ProtocolError:
         raise RefusalError(app_pb2.STATUS_INVALID_REQUEST, "the body is not an InferenceRequest") from None
-    return model.generate_request(request, limits, request_id), request.turn_key
+    fields = [field for field, _ in image_parts(request)]
+    return model.generate_request(request, limits, request_id), fields, request.turn_key

@@ -112,6 +112,7 @@ def create_bundle(
         weights_format=source.weights_format,
         tokenizer=source.tokenizer,
         system_prompts=_register(source, system_prompts or {}),
+        images=source.images,
     )
     if not release:
         draft = msgspec.structs.replace(draft, release=_digest(manifests.encode(draft))[:12])

@@ -35,6 +35,29 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     bytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
+class Vision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A model's vision tower; the same JSON as `tie.bones.vision.config.VisionConfig`, which says what each is."""
+
+    connector: Literal["pixel-shuffle", "mlp"]
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_layers: Positive
+    num_heads: Positive
+    image_size: Positive
+    patch_size: Positive
+    layer_norm_eps: Annotated[float, msgspec.Meta(gt=0)]
+    final_norm: bool
+    scale_factor: Positive
+    connector_bias: bool
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+
+    @property
+    def tokens(self) -> int:
+        """Positions that a square of an image takes in a prompt."""
+        return (self.image_size // self.patch_size // self.scale_factor) ** 2
+
+
 class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The model's shape; the same JSON as `tie.bones.config.ModelConfig`.
 
@@ -44,6 +67,7 @@ class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         attention_bias: the attention projections have biases (Qwen2: q, k and v; otherwise the output's as well).
         qk_norm: queries and keys are normalized per head (Qwen3).
         sliding_window: tokens that a position sees at most, or None for all.
+        vision: of a model that takes images.
     """
 
     kind: Literal["llama", "qwen2", "qwen3", "mistral"]
@@ -62,6 +86,22 @@ class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     attention_bias: bool = False
     qk_norm: bool = False
     sliding_window: Positive | None = None
+    vision: Vision | None = None
+
+
+class Images(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a model wants its pictures; as `tie.runtime.images.preparing.Preparation`, and what stands for one.
+
+    Attributes:
+        token_id: of the token in whose places the vectors of images stand.
+    """
+
+    kind: Literal["tiles", "square"]
+    side: Positive
+    longest_edge: Positive
+    split: bool
+    resample: Annotated[int, msgspec.Meta(ge=0, le=5)]
+    token_id: TokenId
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -100,6 +140,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         release: changes whenever the content does.
         files: every file of the bundle but the manifest itself.
         weights: the files that hold weights; where each tensor lies in them is in tensors.json.
+        images: how the model wants them, where it takes any.
     """
 
     version: Literal[1] = VERSION
@@ -111,6 +152,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     weights_format: Literal["gguf", "safetensors"]
     tokenizer: TokenizerInfo
     system_prompts: tuple[SystemPrompt, ...] = ()
+    images: Images | None = None
 
     def __post_init__(self) -> None:
         """Checks what types cannot.
@@ -132,6 +174,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ValueError("num_heads must be a multiple of num_kv_heads")
         if self.architecture.head_dim % 2:
             raise ValueError("head_dim must be even: rotary embedding pairs its halves")
+        if (self.images is None) != (self.architecture.vision is None):
+            raise ValueError("images and architecture.vision go together")
+        if self.images and self.images.token_id >= self.architecture.vocab_size:
+            raise ValueError("images.token_id is outside the vocabulary")
 
 
 def decode(data: bytes) -> Manifest:

@@ -5,6 +5,7 @@ safetensors library: its NumPy side has no bfloat16, and the owner wants to know
 """
 
 import json
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -13,10 +14,12 @@ from typing import Any, Final
 
 import msgspec
 
+from tie.assets import vision_reader
 from tie.assets.manifest import CHAT_TEMPLATE_FILE, SAFE_NAME, TOKENIZER_FILE, Architecture, TokenizerInfo
 from tie.assets.source import ModelSource
 from tie.assets.tensors import StoredTensor, expected_shapes
 from tie.assets.tokenizer import Tokenizer
+from tie.bones.errors import BonesError
 from tie.daemon.errors import BundleError
 
 _ENCODINGS: Final = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
@@ -39,7 +42,21 @@ def read_directory(path: Path) -> ModelSource:
         BundleError: a file is missing or malformed, or the model is not supported.
     """
     config = _json(path / "config.json")
-    architecture = architecture_of(config)
+    shards = _shards(path)
+    stored = [tensor for name, shard in shards.items() for tensor in read_header(name, shard)]
+    images = None
+    if config.get("model_type") in vision_reader.KINDS:
+        stored = [msgspec.structs.replace(tensor, name=vision_reader.canonical(tensor.name)) for tensor in stored]
+        text = vision_reader.text_config(config, tied=all(tensor.name != "lm_head.weight" for tensor in stored))
+        processor = _processor(path)
+        vision = vision_reader.vision_of(config, processor)
+        images = vision_reader.images_of(config, processor, vision)
+        architecture = msgspec.structs.replace(architecture_of(text), vision=vision)
+        if images.token_id >= architecture.vocab_size:
+            raise BundleError("config.json: the image token's id is outside the vocabulary")
+        config = {**text, **{key: value for key, value in config.items() if key == "eos_token_id"}}
+    else:
+        architecture = architecture_of(config)
     try:
         tokenizer_json = (path / TOKENIZER_FILE).read_bytes()
     except OSError as error:
@@ -48,12 +65,10 @@ def read_directory(path: Path) -> ModelSource:
             hint="save the tokenizer with transformers' fast tokenizers to get one",
         ) from error
     tokenizer_config = _json(path / "tokenizer_config.json", missing_is_empty=True)
-    shards = _shards(path)
-    wanted = expected_shapes(architecture)
-    # Tied models may carry the output matrix, and old ones the rotary frequencies, although neither is used.
-    tensors = tuple(
-        tensor for name, shard in shards.items() for tensor in _read_header(name, shard) if tensor.name in wanted
-    )
+    # Tied models may carry the output matrix, old ones the rotary frequencies, and vision towers layers and heads,
+    # although none of these is used.
+    wanted = _expected(architecture)
+    tensors = tuple(tensor for tensor in stored if tensor.name in wanted)
     return ModelSource(
         name=re.sub(r"[^a-z0-9.]+", "-", path.resolve().name.lower()).strip("-.") or "model",
         architecture=architecture,
@@ -63,7 +78,22 @@ def read_directory(path: Path) -> ModelSource:
         weights=shards,
         weights_format="safetensors",
         tensors=tensors,
+        images=images,
     )
+
+
+def _expected(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    try:
+        return expected_shapes(architecture)
+    except BonesError as error:
+        raise BundleError(f"config.json describes an impossible model: {error}") from error
+
+
+def _processor(path: Path) -> dict[str, Any]:
+    """The image processor's configuration, which has been in two files over the years."""
+    whole = _json(path / "processor_config.json", missing_is_empty=True)
+    inner = whole.get("image_processor")
+    return inner if isinstance(inner, dict) else _json(path / "preprocessor_config.json", missing_is_empty=True)
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -169,7 +199,12 @@ def _shards(path: Path) -> dict[str, Path]:
     return {name: path / name for name in names}
 
 
-def _read_header(name: str, path: Path) -> list[StoredTensor]:
+def read_header(name: str, path: Path) -> list[StoredTensor]:
+    """Where each tensor of a safetensors file lies.
+
+    Raises:
+        BundleError: it is none.
+    """
     try:
         with path.open("rb") as stream:
             (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
@@ -185,7 +220,8 @@ def _read_header(name: str, path: Path) -> list[StoredTensor]:
                     "name": tensor,
                     "file": name,
                     "encoding": _ENCODINGS.get(entry.dtype, entry.dtype.lower()),
-                    "shape": entry.shape,
+                    # The kernel of a vision tower's patches is a matrix to us: the same bytes.
+                    "shape": entry.shape if len(entry.shape) <= 2 else (entry.shape[0], math.prod(entry.shape[1:])),
                     "offset": start + entry.data_offsets[0],
                     "bytes": entry.data_offsets[1] - entry.data_offsets[0],
                 },

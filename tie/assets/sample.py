@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 import safetensors.numpy
 import tokenizers
@@ -13,9 +14,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tie.assets.build import create_bundle, read_source
 from tie.assets.bundle import Bundle
-from tie.assets.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
+from tie.assets.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Architecture
 from tie.assets.safetensors_reader import architecture_of
 from tie.assets.tensors import expected_shapes
+from tie.assets.vision_reader import vision_of
 
 Kind = Literal["llama", "qwen2", "qwen3", "mistral"]
 
@@ -123,15 +125,74 @@ def write_sample_model(
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
     (directory / TOKENIZER_FILE).write_text(backend.to_str(pretty=False))
+    _write_weights(directory, architecture_of(config), seed)
+
+
+def _write_weights(directory: Path, architecture: Architecture, seed: int) -> None:
     random = np.random.default_rng(seed)
     weights = {
         # Norms near one and matrices at the scale of a trained model: activations neither vanish nor explode.
         name: (1 + 0.1 * random.standard_normal(shape) if name.endswith("norm.weight") else
                random.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
-        for name, shape in expected_shapes(architecture_of(config)).items()
+        for name, shape in expected_shapes(architecture).items()
     }  # fmt: skip
     safetensors.numpy.save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def make_sample_vision_bundle(
+    destination: Path,
+    *,
+    seed: int = 0,
+    context_tokens: int = 512,
+    model: str = "sample-vision",
+    system_prompts: Mapping[str, str] | None = None,
+) -> Bundle:
+    """Makes a bundle like `make_sample_bundle`'s that takes images: of Idefics3's kind, squares of 32 pixels.
+
+    An image becomes up to 3 by 3 squares and one more, each 4 positions of a prompt.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        write_sample_model(
+            directory, kind="llama", seed=seed, layers=2, hidden_size=64, heads=4, kv_heads=2,
+            context_tokens=context_tokens, tied=True,
+        )  # fmt: skip
+        _add_vision(directory, seed)
+        return create_bundle(read_source(directory), destination, model=model, system_prompts=system_prompts or {})
+
+
+def _add_vision(directory: Path, seed: int) -> None:
+    """Gives a sample model a tower, the tokens that Idefics3 has around images, and a template with places for them."""
+    text = json.loads((directory / "config.json").read_text())
+    backend = tokenizers.Tokenizer.from_file(str(directory / TOKENIZER_FILE))
+    tiles = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
+    added = ["<fake_token_around_image>", "<global-img>", "<image>", *tiles]
+    backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in added])
+    (directory / TOKENIZER_FILE).write_text(backend.to_str(pretty=False))
+    (directory / CHAT_TEMPLATE_FILE).write_text(
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ '<image>' }}"
+        "{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    tower = {
+        "model_type": "idefics3_vision", "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "image_size": 32, "patch_size": 8,
+    }  # fmt: skip
+    text["vocab_size"] = backend.get_vocab_size()
+    whole = {
+        "model_type": "idefics3", "text_config": text, "vision_config": tower, "scale_factor": 2,
+        "image_token_id": backend.token_to_id("<image>"), "eos_token_id": 2,
+    }  # fmt: skip
+    _write_json(directory / "config.json", whole)
+    processor = {
+        "size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 32}, "do_image_splitting": True, "resample": 1,
+        "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+    }  # fmt: skip
+    _write_json(directory / "preprocessor_config.json", processor)
+    architecture = msgspec.structs.replace(architecture_of(text), vision=vision_of(whole, processor))
+    _write_weights(directory, architecture, seed)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tie.assets.manifest import Architecture, TokenizerInfo
+from tie.assets.manifest import Architecture, Images, TokenizerInfo
 from tie.assets.tensors import StoredTensor
 
 
@@ -18,6 +18,7 @@ class ModelSource:
         chat_template: Jinja source, or None for a base model.
         weights: name in the bundle → the source's weight file.
         tensors: where each tensor lies in those files.
+        images: how the model wants them, where it takes any.
     """
 
     name: str
@@ -28,3 +29,4 @@ class ModelSource:
     weights: dict[str, Path]
     weights_format: Literal["gguf", "safetensors"]
     tensors: tuple[StoredTensor, ...]
+    images: Images | None = None

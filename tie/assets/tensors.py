@@ -15,7 +15,9 @@ import numpy.typing as npt
 
 from tie.assets.bundle import Bundle
 from tie.assets.manifest import TENSORS_FILE, Architecture, FileName, Positive
+from tie.bones.errors import BonesError
 from tie.bones.native.packing import Groups
+from tie.bones.vision.config import VisionConfig, vision_shapes
 from tie.daemon.errors import BundleError
 
 Float32 = npt.NDArray[np.float32]
@@ -181,6 +183,8 @@ def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         layer["self_attn.k_norm.weight"] = (architecture.head_dim,)
     for number in range(architecture.num_layers):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    if architecture.vision:
+        shapes |= vision_shapes(VisionConfig(**msgspec.structs.asdict(architecture.vision)), hidden)
     return shapes
 
 
@@ -193,9 +197,13 @@ def check_tensors(architecture: Architecture, tensors: Iterable[StoredTensor], s
         sizes: bytes of each weight file.
 
     Raises:
-        BundleError: one is missing, unexpected, repeated, or has another shape, size or place than it can have.
+        BundleError: one is missing, unexpected, repeated, or has another shape, size or place than it can have; or the
+            vision tower's numbers contradict one another.
     """
-    expected = expected_shapes(architecture)
+    try:
+        expected = expected_shapes(architecture)
+    except BonesError as error:
+        raise BundleError(f"the model's configuration: {error}") from error
     for tensor in tensors:
         shape = expected.pop(tensor.name, None)
         if shape is None:

@@ -8,6 +8,7 @@ sequence's blocks into one run and calls torch's scaled dot product attention.
 """
 
 import itertools
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -23,6 +24,11 @@ from tie.bones.errors import InputError
 from tie.bones.gathered import Gathered, Held
 
 
+def block_bytes(config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers of a model, or of a rank's part of it."""
+    return config.num_layers * 2 * config.num_kv_heads * block_tokens * config.head_dim * dtype.itemsize
+
+
 class KvPool:
     """The blocks of keys and values of all sequences, zeroed at the start.
 
@@ -31,18 +37,31 @@ class KvPool:
         num_blocks: blocks in the pool.
         block_tokens: tokens that one block holds.
         dtype: of keys and values.
+        memory: where they are to lie: zeroed, `num_blocks * block_bytes` long; None: anywhere.
 
     Raises:
         InputError: there is not a block, or a block has no token.
     """
 
-    def __init__(self, config: ModelConfig, *, num_blocks: int, block_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        memory: memoryview | mmap.mmap | None = None,
+    ) -> None:
         if num_blocks < 1 or block_tokens < 1:
             raise InputError("the KV pool needs at least one block of at least one token")
         layers, heads, dim = config.num_layers, config.num_kv_heads, config.head_dim
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        self.data = torch.zeros(num_blocks, layers, 2, heads, block_tokens, dim, dtype=dtype)
+        shape = num_blocks, layers, 2, heads, block_tokens, dim
+        if memory is None:
+            self.data = torch.zeros(shape, dtype=dtype)
+        else:
+            self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
         self.block_bytes = self.data[0].nbytes
         self._bytes = self.data.view(-1).view(torch.uint8).view(num_blocks, self.block_bytes).numpy()
         # One run per (block, layer, K or V, head), and one row per token in it. Where a view begins at the layer's own

@@ -14,6 +14,20 @@ from tie.bones.config import ModelConfig
 from tie.bones.errors import InputError
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Given:
+    """Positions of a slice that are vectors already, say an image's, in the place of their tokens' embeddings.
+
+    Attributes:
+        first: the first of them, counted from the slice's own beginning.
+        vectors: `[n, hidden_size]` float32.
+    """
+
+    first: int
+    vectors: Floats
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -29,6 +43,7 @@ class SequenceSlice:
         residence: names the sequence for as long as it holds its blocks, and never again: slices of one residence
             whose ends meet continue each other, and nobody else writes into their blocks. The executor may keep
             things from one to the next. None: it may not.
+        given: runs of its positions that are vectors already; their tokens' ids are not looked at.
     """
 
     tokens: Sequence[int]
@@ -36,6 +51,7 @@ class SequenceSlice:
     blocks: Sequence[int]
     logits: int
     residence: int | None = None
+    given: tuple[Given, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +91,14 @@ class Rows:
         positions: `[rows]` positions within the sequence.
         spans: the slices in row order.
         wanted: the rows that need logits, in batch order.
+        given: runs of rows that are vectors already: the first one's number, and the vectors.
     """
 
     tokens: Ints
     positions: Ints
     spans: tuple[Span, ...]
     wanted: Ints
+    given: tuple[tuple[int, Floats], ...] = ()
 
 
 def lay_out(batch: Batch, config: ModelConfig, *, num_blocks: int, block_tokens: int) -> Rows:
@@ -88,7 +106,8 @@ def lay_out(batch: Batch, config: ModelConfig, *, num_blocks: int, block_tokens:
 
     Raises:
         InputError: an empty batch or slice, a token outside the vocabulary, a sequence beyond the model's context, a
-            block outside the pool, a table too short, a block written twice, or more logits than rows.
+            block outside the pool, a table too short, a block written twice, more logits than rows, or vectors that do
+            not fit.
     """
     if not batch.slices:
         raise InputError("the batch is empty")
@@ -112,6 +131,10 @@ def lay_out(batch: Batch, config: ModelConfig, *, num_blocks: int, block_tokens:
             raise InputError("a block is outside the pool")
         if not 0 <= item.logits <= span.count:
             raise InputError("more logits are asked than there are rows")
+        for part in item.given:
+            good = part.vectors.dtype == np.float32 and part.vectors.shape[1:] == (config.hidden_size,)
+            if not good or part.first < 0 or part.first + len(part.vectors) > span.count:
+                raise InputError("vectors of another shape, or for more positions, than a slice has")
         targets = span.blocks[span.start // block_tokens : -(-span.end // block_tokens)].tolist()
         if len(written.union(targets)) != len(written) + len(targets):
             raise InputError("a block is written twice in one batch")
@@ -128,6 +151,11 @@ def lay_out(batch: Batch, config: ModelConfig, *, num_blocks: int, block_tokens:
         positions=np.concatenate([np.arange(spans[index].start, spans[index].end) for index in order]),
         spans=tuple(spans[index] for index in order),
         wanted=np.concatenate(wanted),
+        given=tuple(
+            (int(end) - span.count + part.first, part.vectors)
+            for item, span, end in zip(batch.slices, spans, ends, strict=True)
+            for part in item.given
+        ),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from tie.bones.errors import ConfigError
+from tie.bones.vision.config import VisionConfig
 
 Kind = Literal["llama", "mistral", "qwen2", "qwen3"]
 
@@ -83,6 +84,7 @@ class ModelConfig:
         attention_bias: q, k and v (and, but for qwen2, o) have biases.
         qk_norm: an RMSNorm over each head of q and k before rotation.
         sliding_window: None, or how many tokens, itself included, a token attends to.
+        vision: None, or the tower of a model that takes images.
     """
 
     kind: Kind
@@ -101,6 +103,7 @@ class ModelConfig:
     attention_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    vision: VisionConfig | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError where the numbers cannot describe a model."""
@@ -141,6 +144,7 @@ class ModelConfig:
             if name not in value and field.default is dataclasses.MISSING:
                 raise ConfigError(f"the model configuration lacks {name}")
         value["rope_scaling"] = RopeScaling.from_object(value.get("rope_scaling"))
+        value["vision"] = VisionConfig.from_object(value.get("vision"))
         return cls(**value)
 
     @property

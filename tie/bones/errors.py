@@ -5,6 +5,7 @@
     ├── ArenaError      a tensor table does not fit its arena
     ├── WeightsError    a tensor that the model needs is missing, or has the wrong shape or dtype
     ├── DeviceError     the GPU that is asked for is not there, or has no memory left
+    ├── RankError       another rank of the model is gone, or does not answer in time
     ├── InputError      a batch or a sampling parameter that cannot be carried out; nothing was computed or changed
     └── SamplingError   rows that leave no token to choose
 
@@ -32,6 +33,10 @@ class WeightsError(BonesError):
 
 class DeviceError(BonesError):
     """The GPU that is asked for is not there, cannot compute, or has no memory left."""
+
+
+class RankError(BonesError):
+    """Another rank of the model is gone, or does not answer in time: nothing that was computed can be trusted."""
 
 
 class InputError(BonesError):

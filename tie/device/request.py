@@ -99,6 +99,17 @@ def build(
     return request
 
 
+def with_images(text: str, images: Iterable[bytes]) -> request_pb2.Message:
+    """A user's message: images, and then text.
+
+    Args:
+        text: what is asked about them.
+        images: the files, as they are.
+    """
+    parts = [request_pb2.Part(image=image) for image in images]
+    return request_pb2.Message(role="user", parts=[*parts, request_pb2.Part(text=text)])
+
+
 def _message(message: Message) -> request_pb2.Message:
     if isinstance(message, request_pb2.Message):
         return message

@@ -118,6 +118,7 @@ class GenerateRequest(_message.Message):
     IMPORT_TICKET_FIELD_NUMBER: _builtins.int
     EXPORT_TICKET_FIELD_NUMBER: _builtins.int
     CANARY_FIELD_NUMBER: _builtins.int
+    IMAGE_SIZES_FIELD_NUMBER: _builtins.int
     JSON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     grammar: _builtins.str
@@ -157,6 +158,12 @@ class GenerateRequest(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """beyond the bundle's end-of-turn ids"""
 
+    @_builtins.property
+    def image_sizes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageSize]:
+        """What an earlier answer said of the images: none, or one for each. One that is known is not looked at where the
+        imported blocks hold it.
+        """
+
     def __init__(
         self,
         *,
@@ -178,11 +185,12 @@ class GenerateRequest(_message.Message):
         import_ticket: _builtins.bytes = ...,
         export_ticket: _builtins.bytes = ...,
         canary: _builtins.bool = ...,
+        image_sizes: _abc.Iterable[Global___ImageSize] | None = ...,
         json: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_logprobs", b"_logprobs", "grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_logprobs", b"_logprobs", "batch_priority", b"batch_priority", "canary", b"canary", "deadline_ms", b"deadline_ms", "export_ticket", b"export_ticket", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "images", b"images", "import_ticket", b"import_ticket", "include_stop", b"include_stop", "json", b"json", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "n", b"n", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_logprobs", b"_logprobs", "batch_priority", b"batch_priority", "canary", b"canary", "deadline_ms", b"deadline_ms", "export_ticket", b"export_ticket", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "image_sizes", b"image_sizes", "images", b"images", "import_ticket", b"import_ticket", "include_stop", b"include_stop", "json", b"json", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "n", b"n", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
@@ -194,6 +202,33 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ImageSize(_message.Message):
+    """How many squares an image is cut into, and with that how many tokens stand for it; 0 and 0: it is not cut."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    known: _builtins.bool
+    rows: _builtins.int
+    columns: _builtins.int
+    def __init__(
+        self,
+        *,
+        known: _builtins.bool = ...,
+        rows: _builtins.int = ...,
+        columns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "known", b"known", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageSize: _TypeAlias = ImageSize  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
@@ -281,6 +316,7 @@ class GenerateEvent(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    LOOKED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> Global___Tokens: ...
     @_builtins.property
@@ -291,22 +327,49 @@ class GenerateEvent(_message.Message):
     def failed(self) -> Global___Failed:
         """once, last: the whole request failed"""
 
+    @_builtins.property
+    def looked(self) -> Global___Looked:
+        """once, before all tokens, where the request has images"""
+
     def __init__(
         self,
         *,
         tokens: Global___Tokens | None = ...,
         finished: Global___Finished | None = ...,
         failed: Global___Failed | None = ...,
+        looked: Global___Looked | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "kind", b"kind", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "kind", b"kind", "looked", b"looked", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "kind", b"kind", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "kind", b"kind", "looked", b"looked", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tokens", "finished", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tokens", "finished", "failed", "looked"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___GenerateEvent: _TypeAlias = GenerateEvent  # noqa: Y015
+
+@_typing.final
+class Looked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageSize]:
+        """of all images, in order"""
+
+    def __init__(
+        self,
+        *,
+        sizes: _abc.Iterable[Global___ImageSize] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sizes", b"sizes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Looked: _TypeAlias = Looked  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tie/proto/warden.proto\x12\ntie.warden\"\xcb\x01\n\x08Manifest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\x04\x12\x11\n\ttoken_ids\x18\x07 \x03(\x07\x12\x15\n\rprefix_sha256\x18\x08 \x01(\x0c\x12%\n\x08segments\x18\t \x03(\x0b\x32\x13.tie.warden.Segment\"D\n\x07Segment\x12\r\n\x05index\x18\x01 \x01(\x0c\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\r\x12\x15\n\rheader_sha256\x18\x03 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tie/proto/warden.proto\x12\ntie.warden\"\xee\x01\n\x08Manifest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\x04\x12\x11\n\ttoken_ids\x18\x07 \x03(\x07\x12\x15\n\rprefix_sha256\x18\x08 \x01(\x0c\x12%\n\x08segments\x18\t \x03(\x0b\x32\x13.tie.warden.Segment\x12!\n\x06images\x18\n \x03(\x0b\x32\x11.tie.warden.Image\"6\n\x05Image\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\r\"D\n\x07Segment\x12\r\n\x05index\x18\x01 \x01(\x0c\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\r\x12\x15\n\rheader_sha256\x18\x03 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tie.proto.warden_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MANIFEST']._serialized_start=39
-  _globals['_MANIFEST']._serialized_end=242
-  _globals['_SEGMENT']._serialized_start=244
-  _globals['_SEGMENT']._serialized_end=312
+  _globals['_MANIFEST']._serialized_end=277
+  _globals['_IMAGE']._serialized_start=279
+  _globals['_IMAGE']._serialized_end=333
+  _globals['_SEGMENT']._serialized_start=335
+  _globals['_SEGMENT']._serialized_end=403
 # @@protoc_insertion_point(module_scope)

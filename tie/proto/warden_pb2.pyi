@@ -33,6 +33,7 @@ class Manifest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PREFIX_SHA256_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     release: _builtins.str
     layout: _builtins.str
@@ -50,6 +51,10 @@ class Manifest(_message.Message):
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]:
         """heads only: in order, without gaps, they cover token_ids"""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
+        """heads only: of the whole conversation, in order"""
+
     def __init__(
         self,
         *,
@@ -62,14 +67,44 @@ class Manifest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         prefix_sha256: _builtins.bytes = ...,
         segments: _abc.Iterable[Global___Segment] | None = ...,
+        images: _abc.Iterable[Global___Image] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "first_token", b"first_token", "layout", b"layout", "model", b"model", "prefix_sha256", b"prefix_sha256", "release", b"release", "segments", b"segments", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "first_token", b"first_token", "images", b"images", "layout", b"layout", "model", b"model", "prefix_sha256", b"prefix_sha256", "release", b"release", "segments", b"segments", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Manifest: _TypeAlias = Manifest  # noqa: Y015
+
+@_typing.final
+class Image(_message.Message):
+    """An image, of which the tokens alone say nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """32 bytes: of its file, keyed with the conversation's key"""
+    rows: _builtins.int
+    """of squares that it is cut into; 0: it is not"""
+    columns: _builtins.int
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        rows: _builtins.int = ...,
+        columns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "digest", b"digest", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Image: _TypeAlias = Image  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):

@@ -4,8 +4,7 @@
 
 Everybody else talks to it through thread-safe calls (`submit`, `cancel`, `drain`, `status`), which leave a note in its
 inbox; it reads the inbox between two steps, so each is honoured within one. A request that misbehaves fails alone. If
-the executor itself fails, every request is told so, the engine is FAILED for good and `on_failure` is called: nothing
-can be trusted any more, and the process must go.
+the executor itself fails, all are told so, the engine is FAILED for good, and `on_failure` ends the process.
 """
 
 import math
@@ -25,6 +24,7 @@ from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.chooser import Chooser
 from tie.runtime.grammar_compiler import GrammarCompiler
+from tie.runtime.images.gaze import Gaze
 from tie.runtime.jobs import Job, Jobs, Sink
 from tie.runtime.keeping import Keep
 from tie.runtime.kv_blocks import Restored
@@ -138,6 +138,7 @@ class Engine:
         sink: Sink,
         *,
         restoring: "Future[Restored | None] | None" = None,
+        gaze: Gaze | None = None,
         keep: Keep | None = None,
     ) -> Job:
         """Takes a request; everything that becomes of it, refusal included, goes to `sink`.
@@ -146,9 +147,10 @@ class Engine:
             request: what is asked.
             sink: gets its events.
             restoring: the first blocks of its prompt; it waits for them, and does without where there are none.
+            gaze: at its images; it waits for that, and fails where one is refused.
             keep: takes the first choice's blocks when that is complete.
         """
-        job = Job(request, sink, arrived=time.monotonic(), restoring=restoring, keep=keep)
+        job = Job(request, sink, arrived=time.monotonic(), restoring=restoring, gaze=gaze, keep=keep)
         with self._wake:
             self._unfinished += len(request.params)
         if request.grammar is not None:
@@ -219,6 +221,7 @@ class Engine:
                 if self._speculates:
                     self._speculation.draft(self._scheduler.decoding())
                 plan = self._scheduler.plan(self._pace.tokens, self._restore)
+                self._jobs.lost(plan.preempted)
                 if plan.slices:
                     self._step(plan)
                 elif self._chooser:
@@ -233,7 +236,7 @@ class Engine:
     def _step(self, plan: Plan) -> None:
         began = self._clock()
         copies = tuple((copy.source, copy.target) for copy in plan.copies)
-        logits = np.asarray(self._executor.forward(Batch(tuple(map(_slice, plan.slices)), copies)))
+        logits = np.asarray(self._executor.forward(Batch(tuple(map(self._slice, plan.slices)), copies)))
         self._scheduler.computed(plan)
         self._chooser.add(plan, logits)
         self._chooser.choose()
@@ -289,8 +292,9 @@ class Engine:
         self.metrics.record_pool(self._pool.statistics())
         self.metrics.record_prefix(self._prefix.statistics, self._prefix.hot)
 
-
-def _slice(part: PlannedSlice) -> SequenceSlice:
-    sequence = part.sequence
-    tokens = [*sequence.tokens(part.start, part.known), *part.draft]
-    return SequenceSlice(tokens, part.start, sequence.blocks, part.logits, sequence.residence)
+    def _slice(self, part: PlannedSlice) -> SequenceSlice:
+        sequence = part.sequence
+        tokens = [*sequence.tokens(part.start, part.known), *part.draft]
+        gaze = self._jobs.owner(sequence)[0].gaze
+        given = gaze.sight.within(part.start, part.known) if gaze and gaze.sight else ()
+        return SequenceSlice(tokens, part.start, sequence.blocks, part.logits, sequence.residence, given)

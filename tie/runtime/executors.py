@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -21,17 +22,36 @@ _INSTALL: Final = {
 }
 
 
-def make_executor(runtime: RuntimeConfig, model: ModelConfig, weights: Weights, layout: str) -> Executor:
-    """An executor over the owner's memory.
+Make = Callable[[RuntimeConfig, ModelConfig, Weights], Executor]
+
+
+def make_executor(
+    runtime: RuntimeConfig, model: ModelConfig, weights: Weights, layout: str, *, ranked: Make | None = None
+) -> Executor:
+    """An executor over the owner's memory. A model that takes images is PyTorch's, whatever the layout is called.
+
+    Args:
+        runtime: what the operator wants of it.
+        model: its shape.
+        weights: the owner's.
+        layout: how they are packed.
+        ranked: makes one over several ranks; None: there is one.
 
     Raises:
         BonesError: the weights are not the model's, or the configuration does not suit it.
         ConfigError: what the executor needs is not here: a package, a GPU, memory on it.
         OSError: the native library cannot be loaded.
     """
-    if layout.startswith(NATIVE_PREFIX):
+    if model.vision and layout.startswith(CUDA_PREFIX):
+        hint = "choose another runtime.executor: on a CPU it is seen by PyTorch"
+        raise ConfigError("the executor for a GPU does not run models that take images yet", hint=hint)
+    if model.vision and ranked:
+        raise ConfigError(
+            "a model that takes images is on one rank, so far", hint="runtime.tensor_parallel and pipeline_parallel: 1"
+        )
+    if layout.startswith(NATIVE_PREFIX) and not model.vision:
         return _native(runtime, model, weights)
-    kind, make = (CUDA_PREFIX, _cuda) if layout.startswith(CUDA_PREFIX) else ("torch-", _torch)
+    kind, make = (CUDA_PREFIX, _cuda) if layout.startswith(CUDA_PREFIX) else ("torch-", ranked or _torch)
     try:
         return make(runtime, model, weights)
     except ModuleNotFoundError as error:
@@ -67,9 +87,9 @@ def _native(runtime: RuntimeConfig, model: ModelConfig, weights: Weights) -> Exe
     return NativeExecutor(
         model,
         byte_views(weights.arena, weights.entries),
-        num_blocks=_blocks(runtime),
+        num_blocks=block_count(runtime),
         block_tokens=runtime.block_tokens,
-        threads=_threads(runtime),
+        threads=thread_count(runtime),
         adapt=runtime.threads == 0,
         weights=runtime.weights,
     )
@@ -81,10 +101,10 @@ def _torch(runtime: RuntimeConfig, model: ModelConfig, weights: Weights) -> Exec
     return TorchExecutor(
         model,
         tensor_views(weights.arena, weights.entries),
-        num_blocks=_blocks(runtime),
+        num_blocks=block_count(runtime),
         block_tokens=runtime.block_tokens,
         dtype=runtime.dtype,
-        threads=_threads(runtime),
+        threads=thread_count(runtime),
     )
 
 
@@ -94,15 +114,18 @@ def _cuda(runtime: RuntimeConfig, model: ModelConfig, weights: Weights) -> Execu
     return CudaExecutor(
         model,
         tensor_views(weights.arena, weights.entries),
-        num_blocks=_blocks(runtime),
+        num_blocks=block_count(runtime),
         block_tokens=runtime.block_tokens,
         most_decoding=runtime.max_running,
     )
 
 
-def _blocks(runtime: RuntimeConfig) -> int:
+def block_count(runtime: RuntimeConfig) -> int:
+    """Blocks of the KV pool."""
     return max(1, runtime.kv_tokens // runtime.block_tokens)
 
 
-def _threads(runtime: RuntimeConfig) -> int:
-    return runtime.threads or len(os.sched_getaffinity(0))
+def thread_count(runtime: RuntimeConfig) -> int:
+    """Threads of a rank on a CPU."""
+    ranks = runtime.tensor_parallel * runtime.pipeline_parallel
+    return runtime.threads or max(1, len(os.sched_getaffinity(0)) // ranks)

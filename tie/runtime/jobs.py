@@ -1,10 +1,11 @@
 """The life of a request inside the engine, from its arrival to its last event. Owned by the step thread."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from tie.assets.tokenizer import Tokenizer
@@ -14,11 +15,13 @@ from tie.runtime.choice import Choice, Outcome
 from tie.runtime.closing import Closing
 from tie.runtime.grammar import Grammar, GrammarError
 from tie.runtime.grammar_compiler import COMPILE_DEADLINE_S, CompilerBusyError
+from tie.runtime.images.gaze import Gaze
+from tie.runtime.images.gazing import Gazing
 from tie.runtime.keeping import Keep, Keeping, Later
 from tie.runtime.kv_blocks import Restored
 from tie.runtime.metrics import EngineMetrics
 from tie.runtime.prefix_cache import PrefixCache
-from tie.runtime.request import Bounds, Request
+from tie.runtime.request import Bounds, Request, RequestRefusedError
 from tie.runtime.scheduler import Scheduler
 from tie.runtime.sequence import Phase, Priority, Sequence
 
@@ -40,6 +43,7 @@ class Job:
         compiling: its grammar, while that is being compiled.
         restoring: the first blocks of its prompt, while they are being received.
         restored: those blocks, until they have been copied.
+        gaze: at its images, where it has some.
         keep: takes the first choice's blocks at its end.
         spoke: whether a token has been generated.
         done: whether its last event has been sent.
@@ -52,6 +56,7 @@ class Job:
     compiling: "Future[Grammar] | None" = None
     restoring: "Future[Restored | None] | None" = None
     restored: Restored | None = None
+    gaze: Gaze | None = None
     keep: Keep | None = None
     spoke: bool = False
     done: bool = False
@@ -60,6 +65,10 @@ class Job:
     def canary(self) -> bool:
         """Whether this is a health check."""
         return self.request.priority is Priority.CANARY
+
+    def overdue(self, now: float) -> bool:
+        """Whether its deadline has passed."""
+        return self.request.deadline_s is not None and now - self.arrived > self.request.deadline_s
 
 
 class Jobs:
@@ -90,12 +99,13 @@ class Jobs:
     ) -> None:
         self._scheduler = scheduler
         self._prefix = prefix
-        self._max_length = bounds.max_length
+        self._bounds = bounds
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._closing = Closing(tokenizer, end_ids, bounds.vocab_size)
         self._metrics = metrics
         self._on_end = on_end
+        self._gazing = Gazing(prefix, scheduler.pool.block_tokens, later)
         self._keeping = Keeping(scheduler.pool, later)
         self._jobs: list[Job] = []
         self._owners: dict[Sequence, tuple[Job, Choice]] = {}
@@ -114,6 +124,8 @@ class Jobs:
             yield
         except CompilerBusyError as error:
             self.fail(job, runtime_pb2.CODE_BUSY, str(error))
+        except RequestRefusedError as error:
+            self.fail(job, error.code, error.detail)
         except GrammarError as error:
             self.fail(job, runtime_pb2.CODE_GRAMMAR, f"grammar: {error}")
         except Exception as error:  # noqa: BLE001 (one bad request never ends the loop)
@@ -131,21 +143,40 @@ class Jobs:
             self.prepared(job)
 
     def prepared(self, job: Job) -> None:
-        """Goes on with a request when all that it waited for is there: its grammar, the blocks to restore."""
+        """Goes on with a request when all that it waited for is there: its grammar, blocks to restore, its images."""
         if job.restoring and job.restoring.done():
             job.restored, job.restoring = job.restoring.result(timeout=0), None
             if job.done and job.restored:
                 job.restored.close()
-        waits = (job.compiling and not job.compiling.done()) or job.restoring
+        if job.gaze and not job.gaze.begun and not job.restoring and not job.done:
+            self._gazing.begin(job.gaze, job.request, job.restored, partial(self.prepared, job))
+        waits = job.restoring or (job.compiling and not job.compiling.done()) or (job.gaze and job.gaze.pending)
         if job.done or job.choices or waits:
             return
         with self.alone(job):
             grammar = job.compiling.result(timeout=0) if job.compiling else None
             job.compiling = None
+            if job.gaze:
+                job.gaze.take()
+                job.request = job.gaze.place(job.request, self._bounds)
+                job.sink.emit(runtime_pb2.GenerateEvent(looked=job.gaze.looked()), last=False)
             if self._has_room(job):
                 self.enqueue(job, grammar)
             else:
                 self.fail(job, runtime_pb2.CODE_BUSY, "the queue is full")
+
+    def lost(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences have lost their blocks, or have none: what is missing of their images must be looked at."""
+        for sequence in sequences:
+            job, _ = self._owners[sequence]
+            if job.gaze:
+                self._gazing.again(job.gaze, sequence, partial(self._regained, job, sequence))
+
+    def _regained(self, job: Job, sequence: Sequence) -> None:
+        if job.gaze and not job.done:
+            with self.alone(job):
+                job.gaze.take()
+                sequence.blind = False
 
     def enqueue(self, job: Job, grammar: Grammar | None) -> None:
         """Queues the request's sequences."""
@@ -154,7 +185,7 @@ class Jobs:
             Choice(
                 request,
                 index,
-                max_length=self._max_length,
+                max_length=self._bounds.max_length,
                 end_ids=self._end_ids,
                 tokenizer=self._tokenizer,
                 grammar=grammar.fork() if grammar else None,
@@ -177,6 +208,8 @@ class Jobs:
             choice.sequence.family = family if len(family) > 1 else ()
             self._scheduler.submit(choice.sequence)
             self._owners[choice.sequence] = (job, choice)
+            if not job.restored:
+                self.lost([choice.sequence])
         self._metrics.prompt_tokens.inc(len(request.prompt))
 
     def deliver(self, job: Job, choice: Choice, outcome: Outcome) -> None:
@@ -222,6 +255,8 @@ class Jobs:
                 self.fail(self._owners[sequence][0], runtime_pb2.CODE_DEADLINE, "deadline_ms: exceeded")
         for job in [job for job in self._jobs if job.compiling and now - job.arrived > COMPILE_DEADLINE_S]:
             self.fail(job, runtime_pb2.CODE_GRAMMAR, "grammar: took too long to compile")
+        for job in [job for job in self._jobs if job.gaze and job.gaze.pending and job.overdue(now)]:
+            self.fail(job, runtime_pb2.CODE_DEADLINE, "deadline_ms: exceeded")
 
     def _has_room(self, job: Job) -> bool:
         return job.canary or self._scheduler.room >= len(job.request.params)
@@ -249,6 +284,8 @@ class Jobs:
             job.keep(None)
         if job.compiling:
             job.compiling.cancel()  # so that nobody waits behind a grammar that nobody waits for
+        if job.gaze:
+            job.gaze.cancel()
         self._jobs.remove(job)
         self._metrics.requests.labels(kind="canary" if job.canary else "request", outcome=outcome).inc()
         job.sink.emit(event, last=True)

@@ -23,6 +23,15 @@ class BlockMemory(Protocol):
         """Copies them back, as `read_block` gave them."""
 
 
+class PartMemory(BlockMemory, Protocol):
+    """One rank's part of all blocks; the only rank's are the blocks themselves."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of its slice of a block."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """What blocks of this runtime are; every header must agree with it, field by field."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -192,10 +193,19 @@ class Transfers:
 
     def _send(self, promise: _Promise, kept: Kept) -> None:
         try:
+            if self._sent(promise, kept):
+                # The app is still sealing what it got: the next buffer is not made until it has let go of this one.
+                with suppress(KvxferError):
+                    doorbell.receive(promise.channel, time.monotonic() + self._limits.export_s)
+        finally:
+            self._let_go(promise)
+
+    def _sent(self, promise: _Promise, kept: Kept) -> bool:
+        try:
             first = transfer.await_request(promise.channel, timeout=self._limits.request_s)
             if first >= len(kept.blocks):
                 doorbell.abort(promise.channel, AbortReason.CANCELLED)  # nothing that the app has not
-                return
+                return False
             header = self._format.header(first, len(kept.blocks) - first)
             self._reserve(header.buffer_bytes)
             promise.size = header.buffer_bytes
@@ -210,9 +220,10 @@ class Transfers:
             )
         except (KvxferError, OverloadedError, OSError) as error:
             log.failure("kv.export-failed", error)
+            return False
         finally:
             kept.release()
-            self._let_go(promise)
+        return True
 
     # --- accounting ---
 

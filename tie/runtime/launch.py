@@ -6,13 +6,15 @@ One live runtime per run directory: the lock taken here is held by supervisord f
 import contextlib
 import os
 import secrets
+import socket
 import sys
 from pathlib import Path
 from typing import Final, NoReturn
 
 from tie.daemon import config as node_config
 from tie.daemon import log, socket_path
-from tie.daemon.errors import TieError
+from tie.daemon.errors import ConfigError, TieError
+from tie.daemon.hardening import own_network
 from tie.daemon.service import options, refuse
 from tie.runtime import environment, triton_server
 
@@ -21,6 +23,8 @@ from tie.runtime import environment, triton_server
 LIBRARY_CACHES: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 
 _NAME: Final = "tie-afm-runtime"
+_LOOPBACK: Final = "127.0.0.1"
+_MEETING_S: Final = 2.0
 
 
 def main() -> NoReturn:
@@ -46,7 +50,8 @@ def prepare(config_path: Path) -> dict[str, str]:
         The environment for supervisord and its programs.
 
     Raises:
-        UserError: the configuration or the installation is not usable, or there is not the GPU that it asks for.
+        UserError: the configuration or the installation is not usable, or there is not the GPU that it asks for, or
+            several ranks and no network that is theirs alone.
         SocketInUseError: another runtime is live on this run directory.
     """
     config = node_config.load(config_path)
@@ -54,6 +59,9 @@ def prepare(config_path: Path) -> dict[str, str]:
         from tie.runtime.executors import require_gpu  # and with it numpy, which others need not wait for here
 
         require_gpu()
+    ranks = config.runtime.tensor_parallel * config.runtime.pipeline_parallel
+    if ranks > 1:
+        _require_meeting_place()
     installation = triton_server.find_installation()
     directory = config.sockets.engine.parent
     lock = socket_path.claim(directory / "runtime")
@@ -66,7 +74,7 @@ def prepare(config_path: Path) -> dict[str, str]:
         config.sockets.triton.unlink()
     triton_server.build(directory / "triton", installation)
     instance_id = secrets.token_hex(16)
-    threads = config.runtime.threads or len(os.sched_getaffinity(0))
+    threads = config.runtime.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
     log.event("runtime.launched", instance_id=instance_id)
     log_file, log_level = _output()
     return {
@@ -93,6 +101,26 @@ def prepare(config_path: Path) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+
+
+def _require_meeting_place() -> None:
+    """That ranks can meet on loopback, and that nobody else is there.
+
+    Raises:
+        ConfigError: they cannot, or somebody may be.
+    """
+    if not own_network():
+        hint = "allow user namespaces, or give it one: PrivateNetwork=yes, as the unit does (docs/ranks.md)"
+        raise ConfigError("several ranks need a network of their own, and this process cannot make one", hint=hint)
+    try:
+        with (
+            socket.create_server((_LOOPBACK, 0)) as server,
+            socket.create_connection(server.getsockname(), _MEETING_S),
+        ):
+            pass
+    except OSError as error:
+        hint = "under systemd the unit needs the drop-in that docs/ranks.md has"
+        raise ConfigError("several ranks need TCP on loopback, which is not allowed here", hint=hint) from error
 
 
 def _output() -> tuple[str, str]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tie.runtime.blocks import PoolStatistics
+from tie.runtime.images.seer import Counts
 from tie.runtime.plan import Plan
 from tie.runtime.prefix_cache import Statistics
 
@@ -56,6 +57,11 @@ class EngineMetrics:
             registry=registry,
         )  # fmt: skip
         self.prefix_hot = Gauge("tie_runtime_prefix_hot_blocks", "Prefix blocks in the paged KV.", registry=registry)
+        self.images = Counter(
+            "tie_runtime_images", "Images of requests, by outcome: decoded, or why not.", ["outcome"], registry=registry
+        )
+        self.squares = Counter("tie_runtime_image_squares", "Squares of images encoded.", registry=registry)
+        self._images = Counts()  # as last recorded
         self.prefix = Statistics()  # as last recorded
         self._drafted = self._accepted = 0
 
@@ -91,6 +97,15 @@ class EngineMetrics:
             self.drafts.labels(outcome="accepted").inc(accepted - self._accepted)
             self.drafts.labels(outcome="rejected").inc(drafted - accepted - (self._drafted - self._accepted))
             self._drafted, self._accepted = drafted, accepted
+
+    def record_images(self, counts: Counts) -> None:
+        """Shows how many images have been looked at so far."""
+        now = Counts(counts.decoded, dict(counts.refused), counts.squares, counts.passes)
+        before, self._images = self._images, now
+        self.images.labels(outcome="decoded").inc(now.decoded - before.decoded)
+        for code, count in now.refused.items():
+            self.images.labels(outcome=code).inc(count - before.refused.get(code, 0))
+        self.squares.inc(now.squares - before.squares)
 
     def text(self) -> str:
         """The registry in Prometheus' text format."""

@@ -51,7 +51,15 @@ class Weights:
     entries: tuple[TensorEntry, ...]
 
 
-def attach(path: Path, layout_id: str, *, timeout: float, progress: Callable[[int, int], None]) -> Weights:
+def attach(
+    path: Path,
+    layout_id: str,
+    *,
+    timeout: float,
+    progress: Callable[[int, int], None],
+    rank: int = 0,
+    world_size: int = 1,
+) -> Weights:
     """Attaches to the owner on `path`, waiting while it is not there yet or still loads.
 
     Args:
@@ -59,6 +67,8 @@ def attach(path: Path, layout_id: str, *, timeout: float, progress: Callable[[in
         layout_id: how the executor wants the weights packed.
         timeout: seconds for everything.
         progress: called with (bytes done, bytes in all) while the owner loads.
+        rank: which one attaches.
+        world_size: of how many.
 
     Raises:
         PeerTimeoutError: no owner, or not ready, within `timeout`.
@@ -66,7 +76,8 @@ def attach(path: Path, layout_id: str, *, timeout: float, progress: Callable[[in
         ProtocolError: what came is not what was promised.
     """
     deadline = time.monotonic() + timeout
-    question = owner_pb2.OwnerRequest(attach=owner_pb2.Attach(rank=0, world_size=1, layout_id=layout_id))
+    attaching = owner_pb2.Attach(rank=rank, world_size=world_size, layout_id=layout_id)
+    question = owner_pb2.OwnerRequest(attach=attaching)
     while (remaining := left(deadline)) > 0:  # connect takes 0 for ever
         try:
             with OwnerChannel(path, timeout=remaining) as channel:

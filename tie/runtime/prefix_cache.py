@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tie.runtime.blocks import BlockPool
 from tie.runtime.kv_blocks import BlockMemory
-from tie.runtime.prefix_pool import PoolMemory
+from tie.runtime.prefix_pool import RankedPool
 from tie.runtime.prefix_trie import PrefixTrie
 
 
@@ -49,7 +49,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.statistics = Statistics()
-        self._opened: tuple[PrefixTrie, PoolMemory, BlockMemory] | None = None
+        self._opened: tuple[PrefixTrie, RankedPool, BlockMemory] | None = None
         self._places: dict[int, int] = {}  # node → block
         self._loaded: set[int] = set()  # nodes whose bytes are at their place
 
@@ -58,7 +58,7 @@ class PrefixCache:
         """How many blocks of the pool are in the paged KV."""
         return len(self._loaded)
 
-    def open(self, trie: PrefixTrie, source: PoolMemory, memory: BlockMemory) -> None:
+    def open(self, trie: PrefixTrie, source: RankedPool, memory: BlockMemory) -> None:
         """From here on prompts match `trie`, and blocks are loaded from `source` into `memory`. Once, on any thread."""
         self._opened = trie, source, memory
 

@@ -24,7 +24,7 @@ MAX_METADATA_BYTES: Final = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which rank of how many this runtime is."""
+    """Which rank of how many a pool belongs to."""
 
     rank: int = 0
     world_size: int = 1
@@ -73,6 +73,32 @@ class PoolMemory:
         """Unmaps it."""
         self._view.release()
         self._map.close()
+
+
+class RankedPool:
+    """The pools of all ranks, in their order, as one: a block is the ranks' slices. Any thread may read.
+
+    Args:
+        pools: at least one.
+    """
+
+    def __init__(self, pools: Sequence[PoolMemory]) -> None:
+        self.pools = tuple(pools)
+
+    def block(self, number: int) -> memoryview:
+        """The bytes of one block. Release it before `close`."""
+        if len(self.pools) == 1:
+            return self.pools[0].block(number)
+        whole = bytearray()
+        for pool in self.pools:
+            with pool.block(number) as part:
+                whole += part
+        return memoryview(whole)
+
+    def close(self) -> None:
+        """Unmaps them."""
+        for pool in self.pools:
+            pool.close()
 
 
 @dataclass(frozen=True, slots=True)

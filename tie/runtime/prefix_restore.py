@@ -8,13 +8,14 @@ After the pool is mapped, its header page and the hash of every block are compar
 means that the pool changed under its seals, or was never what it said: the mapping goes, the owner's pool is thrown
 away, and this runtime does not start (`PoolDamagedError`). The next one finds no pool, and computes the prompts.
 
-A runtime on several ranks hands `disagreement` the states as each rank received them, rank by rank.
+On several ranks all of this is of all ranks: each asks for itself, and what one finds is what all of them do.
 """
 
 import hashlib
 import hmac
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -28,7 +29,7 @@ from tie.daemon import log
 from tie.daemon.errors import PeerError, RefusedError, TieError
 from tie.proto import owner_pb2
 from tie.runtime.owner_channel import close_all
-from tie.runtime.prefix_pool import MAX_METADATA_BYTES, Held, Place, PoolClient, PoolMemory, format_of
+from tie.runtime.prefix_pool import MAX_METADATA_BYTES, Held, Place, PoolClient, PoolMemory, RankedPool, format_of
 
 _SHA256_BYTES: Final = 32
 
@@ -42,14 +43,22 @@ class Expected:
     """What this runtime would have made itself.
 
     Attributes:
-        header: of the pool.
+        headers: of the ranks' pools, in their order. They differ in the bytes of a block only.
         trie: serialized.
-        place: which rank of how many.
     """
 
-    header: Header
+    headers: tuple[Header, ...]
     trie: bytes
-    place: Place
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+        return len(self.headers)
+
+    @property
+    def block_count(self) -> int:
+        """Blocks of each pool."""
+        return self.headers[0].block_count
 
     @property
     def trie_sha256(self) -> bytes:
@@ -57,34 +66,35 @@ class Expected:
         return hashlib.sha256(self.trie).digest()
 
 
-def restore(path: Path, expected: Expected) -> PoolMemory | None:
-    """Takes over the owner's pool. None: there is none, or it was thrown away; the prompts are to be computed.
+def restore(path: Path, expected: Expected) -> RankedPool | None:
+    """Takes over the owner's pools. None: there are none, or they were thrown away; the prompts are to be computed.
 
     Args:
         path: owner.sock.
-        expected: what it must be.
+        expected: what they must be.
 
     Raises:
-        PoolDamagedError: it is not what its metadata says, and has been thrown away.
+        PoolDamagedError: one is not what its metadata says, and all have been thrown away.
         PeerError: the owner is gone.
     """
-    client = PoolClient(path, expected.place)
-    try:
-        held = client.restore()
-        try:
-            reason = disagreement(held.states, expected)
-            digests = None if reason else _digests(held, expected)
-            if digests is None:
-                if reason != "empty":
-                    log.event("prefix.discarded", reason=reason or "metadata")
-                    client.reset()
-                return None
-            assert held.descriptors is not None  # noqa: S101 (no digests without them)
-            return _attach(client, held.descriptors[0], digests, expected)
-        finally:
-            close_all(held.descriptors or ())
-    finally:
-        client.close()
+    with ExitStack() as stack:
+        held = []
+        for rank in range(expected.world_size):
+            client = PoolClient(path, Place(rank, expected.world_size))
+            stack.callback(client.close)
+            held.append(client.restore())
+            stack.callback(close_all, held[-1].descriptors or ())
+        reasons = {disagreement(each.states, expected) for each in held}
+        if reasons == {"empty"}:
+            return None
+        reason = next(iter(sorted(reasons - {"", "empty"})), "empty" if "empty" in reasons else "")
+        digests = [] if reason else [_digests(rank, each, expected) for rank, each in enumerate(held)]
+        if reason or None in digests:
+            log.event("prefix.discarded", reason=reason or "metadata")
+            client.reset()
+            return None
+        pools = [each.descriptors[0] for each in held if each.descriptors]  # no digests without them
+        return _attach(client, pools, [each for each in digests if each], expected)
 
 
 def disagreement(states: Sequence[owner_pb2.PoolState], expected: Expected) -> str:
@@ -94,34 +104,34 @@ def disagreement(states: Sequence[owner_pb2.PoolState], expected: Expected) -> s
         states: of all ranks, in their order.
         expected: what each must be.
     """
-    wanted = format_of(expected.header)
-    if len(states) != expected.place.world_size:
+    if len(states) != expected.world_size:
         return "rank-missing"
     if all(state.stage == owner_pb2.POOL_STAGE_EMPTY for state in states):
         return "empty"
-    for state in states:
+    for state, header in zip(states, expected.headers, strict=True):
         if state.stage != owner_pb2.POOL_STAGE_SEALED:
             return "rank-not-ready"
-        if state.world_size != expected.place.world_size:
+        if state.world_size != expected.world_size:
             return "world-size"
+        wanted = format_of(header)
         for name in ("model", "release", "layout_id", "block_tokens", "block_bytes", "block_count"):
             if getattr(state.format, name) != getattr(wanted, name):
                 return name.replace("_", "-")
-        if state.pool_bytes != expected.header.buffer_bytes:
+        if state.pool_bytes != header.buffer_bytes:
             return "pool-bytes"
         if not hmac.compare_digest(state.trie_sha256, expected.trie_sha256):
             return "trie"
     return ""
 
 
-def _digests(held: Held, expected: Expected) -> list[bytes] | None:
-    """The blocks' hashes out of this rank's metadata; None where that is not what it should be."""
-    state = held.states[expected.place.rank]
+def _digests(rank: int, held: Held, expected: Expected) -> list[bytes] | None:
+    """The blocks' hashes out of a rank's metadata; None where that is not what it should be."""
+    state = held.states[rank]
     if held.descriptors is None or not 0 < state.metadata_bytes <= MAX_METADATA_BYTES:
         return None
     pool, metadata = held.descriptors
     try:
-        seals.require(pool, seals.READ_ONLY_FOR_OTHERS, expected.header.buffer_bytes)
+        seals.require(pool, seals.READ_ONLY_FOR_OTHERS, expected.headers[rank].buffer_bytes)
         seals.require(metadata, seals.IMMUTABLE, state.metadata_bytes)
     except KvxferError:
         return None
@@ -134,22 +144,33 @@ def _digests(held: Held, expected: Expected) -> list[bytes] | None:
     except DecodeError:
         return None
     digests = list(message.block_sha256)
-    fits = len(digests) == expected.header.block_count and all(len(each) == _SHA256_BYTES for each in digests)
+    fits = len(digests) == expected.block_count and all(len(each) == _SHA256_BYTES for each in digests)
     return digests if fits and message.trie == expected.trie else None
 
 
-def _attach(client: PoolClient, descriptor: int, digests: Sequence[bytes], expected: Expected) -> PoolMemory:
-    memory = PoolMemory(descriptor, expected.header, writable=False)
+def _attach(
+    client: PoolClient, pools: Sequence[int], digests: Sequence[Sequence[bytes]], expected: Expected
+) -> RankedPool:
+    with ExitStack() as stack:
+        memories = []
+        for descriptor, hashes, header in zip(pools, digests, expected.headers, strict=True):
+            memories.append(PoolMemory(descriptor, header, writable=False))
+            stack.callback(memories[-1].close)
+            try:
+                verify(memories[-1], hashes)
+            except PoolDamagedError:
+                reset_quietly(client)
+                raise
+        stack.pop_all()
+    return RankedPool(memories)
+
+
+def reset_quietly(client: PoolClient) -> None:
+    """Has the pools of all ranks thrown away, where the owner is there to do it."""
     try:
-        verify(memory, digests)
-    except PoolDamagedError:
-        memory.close()
-        try:
-            client.reset()
-        except (PeerError, RefusedError) as error:
-            log.failure("prefix.reset-failed", error)
-        raise
-    return memory
+        client.reset()
+    except (PeerError, RefusedError) as error:
+        log.failure("prefix.reset-failed", error)
 
 
 def verify(memory: PoolMemory, digests: Sequence[bytes]) -> None:

@@ -16,7 +16,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -25,10 +25,10 @@ from tie.assets import manifest as manifests
 from tie.assets.manifest import Manifest
 from tie.daemon import log
 from tie.daemon.errors import TieError
-from tie.runtime.kv_blocks import BlockMemory, Format, Kept
+from tie.runtime.kv_blocks import Format, Kept, PartMemory
 from tie.runtime.owner_channel import OwnerRefusedError, close_all
-from tie.runtime.prefix_pool import Place, PoolClient, PoolMemory
-from tie.runtime.prefix_restore import Expected, metadata_of, restore
+from tie.runtime.prefix_pool import Place, PoolClient, PoolMemory, RankedPool
+from tie.runtime.prefix_restore import Expected, metadata_of, reset_quietly, restore
 from tie.runtime.prefix_trie import Identity, PrefixTrie
 
 _TURN_S: Final = 120.0  # for the prompt that is being warmed before one's own
@@ -52,8 +52,9 @@ class WarmError(TieError):
 
 @dataclass(slots=True)
 class _Filling:
-    """A pool that is being filled."""
+    """A rank's pool that is being filled."""
 
+    source: PartMemory
     client: PoolClient
     memory: PoolMemory
     descriptors: tuple[int, int]
@@ -71,8 +72,7 @@ class Prefixes:
         owner: owner.sock.
         manifest: the bundle's.
         format: of this runtime's blocks.
-        place: which rank of how many.
-        memory: of the paged KV's blocks.
+        parts: the ranks' memories of the paged KV's blocks, in their order. Each rank has a pool of its own.
         most_blocks: that a prompt may have.
         on_ready: is told of the pool, once it can be used.
     """
@@ -83,15 +83,14 @@ class Prefixes:
         manifest: Manifest,
         *,
         format: Format,  # noqa: A002
-        place: Place,
-        memory: BlockMemory,
+        parts: Sequence[PartMemory],
         most_blocks: int,
-        on_ready: Callable[[PrefixTrie, PoolMemory], None],
+        on_ready: Callable[[PrefixTrie, RankedPool], None],
     ) -> None:
         self.restored = False
         self._owner = owner
         self._prompts = tuple(prompt.token_ids for prompt in manifest.system_prompts)
-        self._memory = memory
+        self._parts = tuple(parts)
         self._on_ready = on_ready
         self.trie = PrefixTrie(self._prompts, format.block_tokens)
         self._state = State.COLD if len(self.trie) else State.NONE
@@ -99,17 +98,18 @@ class Prefixes:
             log.event("prefix.refused", code="prompt-too-long")
             self._state = State.OFF
         self._turn = threading.Lock()
-        self._filling: _Filling | None = None
-        self._pool: PoolMemory | None = None
+        self._filling: tuple[_Filling, ...] = ()
+        self._pool: RankedPool | None = None
         if len(self.trie):
             identity = Identity(
                 hashlib.sha256(manifests.encode(manifest)).digest(),
                 __version__,
                 format.layout,
                 format.block_tokens,
-                place.world_size,
+                len(self._parts),
             )
-            self._expected = Expected(format.header(0, len(self.trie)), self.trie.encode(identity), place)
+            headers = (replace(format, block_bytes=part.block_bytes).header(0, len(self.trie)) for part in parts)
+            self._expected = Expected(tuple(headers), self.trie.encode(identity))
 
     @property
     def state(self) -> State:
@@ -125,10 +125,10 @@ class Prefixes:
         """
         if self._state is not State.COLD:
             return
-        memory = restore(self._owner, self._expected)
-        if memory is not None:
+        pool = restore(self._owner, self._expected)
+        if pool is not None:
             self.restored = True
-            self._ready(memory)
+            self._ready(pool)
 
     def warm(self, index: int, compute: Callable[[Sequence[int]], Kept]) -> None:
         """Has a registered prompt in the pool, and seals that when it was the last.
@@ -168,10 +168,13 @@ class Prefixes:
         if self._state not in {State.COLD, State.FILLING}:
             return
         try:
-            filling = self._filling or self._begin()
-            self._fill(filling, prompt, compute)
-            if len(filling.digests) == len(self.trie):
-                self._seal(filling)
+            if not self._filling:
+                self._begin()
+            self._fill(prompt, compute)
+            if all(len(filling.digests) == len(self.trie) for filling in self._filling):
+                for filling in self._filling:
+                    self._seal(filling)
+                self._sealed()
         except OwnerRefusedError as error:
             self._give_up(State.OFF if error.code in _NO_ROOM else State.COLD)
             log.event("prefix.refused", code=error.code)
@@ -181,34 +184,35 @@ class Prefixes:
             self._give_up(State.COLD)
             raise
 
-    def _begin(self) -> _Filling:
-        header = self._expected.header
-        size = len(metadata_of(self._expected.trie, [bytes(hashlib.sha256().digest_size)] * header.block_count))
-        client = PoolClient(self._owner, self._expected.place)
-        try:
-            descriptors = client.allocate(header, size)
-            try:
-                memory = PoolMemory(descriptors[0], header, writable=True)
-            except BaseException:
-                close_all(descriptors)
-                raise
-        except BaseException:
-            client.close()
-            raise
-        self._filling = _Filling(client, memory, descriptors, {})
+    def _begin(self) -> None:
+        blank = [bytes(hashlib.sha256().digest_size)] * self._expected.block_count
+        size = len(metadata_of(self._expected.trie, blank))
         self._state = State.FILLING
-        return self._filling
+        for rank, (part, header) in enumerate(zip(self._parts, self._expected.headers, strict=True)):
+            client = PoolClient(self._owner, Place(rank, len(self._parts)))
+            try:
+                descriptors = client.allocate(header, size)
+                try:
+                    memory = PoolMemory(descriptors[0], header, writable=True)
+                except BaseException:
+                    close_all(descriptors)
+                    raise
+            except BaseException:
+                client.close()
+                raise
+            self._filling += (_Filling(part, client, memory, descriptors, {}),)
 
-    def _fill(self, filling: _Filling, prompt: Sequence[int], compute: Callable[[Sequence[int]], Kept]) -> None:
+    def _fill(self, prompt: Sequence[int], compute: Callable[[Sequence[int]], Kept]) -> None:
         path = self.trie.path(prompt)
-        if all(node in filling.digests for node in path):
+        if all(node in filling.digests for filling in self._filling for node in path):
             return
         kept = compute(prompt)
         try:
-            for node, block in zip(path, kept.blocks, strict=False):
-                with filling.memory.block(node) as target:
-                    self._memory.read_block(block, target)
-                    filling.digests[node] = hashlib.sha256(target).digest()
+            for filling in self._filling:
+                for node, block in zip(path, kept.blocks, strict=False):
+                    with filling.memory.block(node) as target:
+                        filling.source.read_block(block, target)
+                        filling.digests[node] = hashlib.sha256(target).digest()
         finally:
             kept.release()
 
@@ -218,19 +222,26 @@ class Prefixes:
         os.pwrite(filling.descriptors[1], metadata, 0)
         filling.client.seal(metadata, hashlib.sha256(metadata).digest(), self._expected.trie_sha256)
         filling.memory.protect()
-        filling.close()
-        self._filling = None
-        log.event("prefix.sealed", count=len(digests))
-        self._ready(filling.memory)
 
-    def _ready(self, memory: PoolMemory) -> None:
+    def _sealed(self) -> None:
+        """All ranks are."""
+        pool = RankedPool([filling.memory for filling in self._filling])
+        for filling in self._filling:
+            filling.close()
+        self._filling = ()
+        log.event("prefix.sealed", count=len(self.trie))
+        self._ready(pool)
+
+    def _ready(self, pool: RankedPool) -> None:
         self._state = State.SEALED
-        self._pool = memory
-        self._on_ready(self.trie, memory)
+        self._pool = pool
+        self._on_ready(self.trie, pool)
 
     def _give_up(self, state: State) -> None:
-        if self._filling:
-            self._filling.close()
-            self._filling.memory.close()
-            self._filling = None
+        if len(self._filling) > 1:
+            reset_quietly(self._filling[0].client)  # some ranks may be sealed, others not
+        for filling in self._filling:
+            filling.close()
+            filling.memory.close()
+        self._filling = ()
         self._state = state

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvxfer.tickets import TICKET_BYTES
+from tie.assets.images import MAX_IMAGE_BYTES, MAX_IMAGES, Placeholders, Size
 from tie.bones.sampler import SamplingParams
 from tie.proto import runtime_pb2
 from tie.runtime.grammar_compiler import MAX_GRAMMAR_BYTES
@@ -39,17 +40,23 @@ class RequestRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What this runtime can serve: the model's vocabulary and the longest sequence, in tokens."""
+    """What this runtime can serve: the model's vocabulary and the longest sequence, in tokens.
+
+    `placeholders` stand for images; None: the model takes none.
+    """
 
     vocab_size: int
     max_length: int
+    placeholders: Placeholders | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A checked request. `params` has one entry per choice; `grammar` is None for unconstrained.
 
-    `json` says that the grammar is of JSON, or of calls, which hold JSON among other text.
+    `json` says that the grammar is of JSON, or of calls, which hold JSON among other text. `prompt` has one token for
+    each of the `images`. `sizes` are what is known of them, none or one for each, and `prompt_length` the tokens that
+    the prompt has with these.
     """
 
     prompt: tuple[int, ...]
@@ -67,6 +74,9 @@ class Request:
     deadline_s: float | None
     import_ticket: bytes = b""
     export_ticket: bytes = b""
+    images: tuple[bytes, ...] = ()
+    sizes: tuple[Size | None, ...] = ()
+    prompt_length: int = 0
 
 
 def check(message: runtime_pb2.GenerateRequest, bounds: Bounds) -> Request:
@@ -82,8 +92,7 @@ def check(message: runtime_pb2.GenerateRequest, bounds: Bounds) -> Request:
             runtime_pb2.CODE_PROMPT_TOO_LONG,
             f"token_ids: {len(message.token_ids)} tokens leave no room for an answer within {bounds.max_length}",
         )
-    if message.images:
-        raise RequestRefusedError(runtime_pb2.CODE_UNSUPPORTED, "images: not supported by this runtime")
+    sizes, length = _images(message, bounds)
     for field in ("import_ticket", "export_ticket"):
         _require(len(getattr(message, field)) in {0, TICKET_BYTES}, f"{field}: {TICKET_BYTES} bytes, or empty")
     _require(message.max_tokens >= 1, "max_tokens: at least 1")
@@ -113,7 +122,26 @@ def check(message: runtime_pb2.GenerateRequest, bounds: Bounds) -> Request:
         deadline_s=message.deadline_ms / 1000 if message.deadline_ms else None,
         import_ticket=message.import_ticket,
         export_ticket=message.export_ticket,
+        images=tuple(message.images),
+        sizes=sizes,
+        prompt_length=length,
     )
+
+
+def _images(message: runtime_pb2.GenerateRequest, bounds: Bounds) -> tuple[tuple[Size | None, ...], int]:
+    """Each has its place, and each place its image. What is in them is seen where they are decoded."""
+    if bounds.placeholders is None:
+        if message.images:
+            raise RequestRefusedError(runtime_pb2.CODE_UNSUPPORTED, "images: this model takes none")
+        return (), len(message.token_ids)
+    _require(len(message.images) <= MAX_IMAGES, f"images: at most {MAX_IMAGES}")
+    _require(all(len(image) <= MAX_IMAGE_BYTES for image in message.images), f"images: {MAX_IMAGE_BYTES} bytes at most")
+    places = sum(token == bounds.placeholders.token_id for token in message.token_ids)
+    _require(places == len(message.images), "images: as many as there are image tokens")
+    _require(len(message.image_sizes) in {0, places}, "image_sizes: none, or one for each image")
+    sizes = tuple((size.rows, size.columns) if size.known else None for size in message.image_sizes)
+    _require(all(map(bounds.placeholders.possible, filter(None, sizes))), "image_sizes: impossible")
+    return sizes, len(bounds.placeholders.expanded(message.token_ids, sizes or [None] * places).ids)
 
 
 def _sampling(sampling: runtime_pb2.Sampling, choices: int, bounds: Bounds) -> tuple[SamplingParams, ...]:

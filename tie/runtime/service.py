@@ -12,19 +12,22 @@ from typing import Final
 from kvxfer.header import buffer_bytes
 from kvxfer.pool import BufferPool
 from tie.assets.bundle import Bundle, open_bundle
+from tie.assets.images import Placeholders
 from tie.assets.manifest import TOKENIZER_FILE, Manifest
 from tie.assets.tokenizer import load_tokenizer
 from tie.bones.config import ModelConfig
 from tie.daemon import log
 from tie.daemon.config import NodeConfig, RuntimeConfig
 from tie.daemon.errors import ConfigError, PeerError, RefusedError
-from tie.daemon.layout import layout_for
+from tie.daemon.layout import layout_for, split_for
 from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.control_server import ControlServer
 from tie.runtime.engine import Engine
 from tie.runtime.executors import make_executor
 from tie.runtime.grammar_compiler import GrammarCompiler
+from tie.runtime.images.gaze import Gaze
+from tie.runtime.images.looking import make_seer
 from tie.runtime.jobs import Job, Sink
 from tie.runtime.kv_blocks import Format, Kept
 from tie.runtime.kv_server import KvServer
@@ -32,8 +35,9 @@ from tie.runtime.kv_transfer import Limits as TransferLimits
 from tie.runtime.kv_transfer import Transfers
 from tie.runtime.owner_client import Weights, attach
 from tie.runtime.prefix_cache import PrefixCache
-from tie.runtime.prefix_pool import Place
 from tie.runtime.prefixes import Prefixes, WarmError
+from tie.runtime.ranked_executor import parts_of
+from tie.runtime.ranks import Ranks
 from tie.runtime.request import Bounds, Request, RequestRefusedError, check
 from tie.runtime.scheduler import Limits
 from tie.runtime.step_executor import Executor
@@ -59,21 +63,24 @@ class RuntimeService:
         self._bundle = open_bundle(Path(config.model.bundle))
         manifest = self._bundle.manifest
         layout = layout_for(runtime)
+        # First: they load their libraries while the owner is asked.
+        self._ranks = Ranks(config) if split_for(runtime).world_size > 1 else None
         self._weights = attach(
             config.sockets.owner, layout, timeout=config.probe.start_deadline_s, progress=lambda _done, _total: None
         )
         if (self._weights.model, self._weights.release) != (manifest.model, manifest.release):
             raise ConfigError("the model owner serves another model than this node's bundle")
         model = ModelConfig.from_json(self._weights.config_json)
-        self._executor = make_executor(runtime, model, self._weights, layout)
+        ranked = self._ranks.executor if self._ranks else None
+        self._executor = make_executor(runtime, model, self._weights, layout, ranked=ranked)
+        self._seer = make_seer(manifest, self._executor)
         format_ = _format(manifest, self._executor)
         prefix = self._prefix = PrefixCache(BlockPool(self._executor.num_blocks, self._executor.block_tokens))
         self.prefixes = Prefixes(
             config.sockets.owner,
             manifest,
             format=format_,
-            place=Place(),
-            memory=self._executor,
+            parts=parts_of(self._executor),
             most_blocks=prefix.pool.total // 2,  # see Keeping
             on_ready=lambda trie, pool: prefix.open(trie, pool, self._executor),
         )
@@ -102,6 +109,8 @@ class RuntimeService:
             self._transfers,
         )
         self._control = ControlServer(config.sockets.engine, self._handle)
+        if self._ranks:
+            self._ranks.follow(on_failure)
 
     @property
     def weights(self) -> Weights:
@@ -110,12 +119,14 @@ class RuntimeService:
 
     def submit(self, request: Request, sink: Sink) -> Job:
         """Takes a request, with the transfers that its tickets stand for, into the engine."""
-        restoring = keep = None
+        restoring = keep = gaze = None
+        if request.images and self._seer and self.engine.bounds.placeholders:
+            gaze = Gaze(request, self.engine.bounds.placeholders, self._seer.look)
         if request.import_ticket:
-            restoring = self._transfers.restore(request.import_ticket, len(request.prompt))
+            restoring = self._transfers.restore(request.import_ticket, request.prompt_length)
         if request.export_ticket:
             keep = self._transfers.keeper(request.export_ticket)
-        return self.engine.submit(request, sink, restoring=restoring, keep=keep)
+        return self.engine.submit(request, sink, restoring=restoring, gaze=gaze, keep=keep)
 
     def close(self, *, drain_s: float) -> None:
         """Drains for at most `drain_s` seconds and ends the engine; kv.sock goes last: that is the death notice."""
@@ -129,7 +140,11 @@ class RuntimeService:
             idle.wait(0.02)
         if self.engine.stop(timeout=5):
             self.prefixes.close()
+            if self._ranks:
+                self._ranks.close()
         self._grammars.close()
+        if self._seer:
+            self._seer.close()
         self._control.close()
         self._transfers.close()
         self._kv.close()
@@ -158,7 +173,7 @@ class RuntimeService:
             steps=status.steps,
             max_batch_seen=status.max_batch_seen,
             last_step_age_s=status.last_step_age_s,
-            metrics=self.engine.metrics.text(),
+            metrics=self._metrics(),
             owner_generation=self._weights.generation,
             prefix=engine_pb2.Prefix(
                 state=self.prefixes.state.value,
@@ -169,6 +184,11 @@ class RuntimeService:
                 tokens=self._prefix.statistics.tokens,
             ),
         )
+
+    def _metrics(self) -> str:
+        if self._seer:
+            self.engine.metrics.record_images(self._seer.counts)
+        return self.engine.metrics.text()
 
     def _warm(self, index: int) -> str:
         """Has one registered system prompt in the prefix pool; a static error text, or ""."""
@@ -259,12 +279,17 @@ def _engine(
         )
     pool = prefix.pool
     context = min(runtime.context_tokens or model.context_tokens, model.context_tokens)
+    tokenizer = load_tokenizer(bundle)
     return Engine(
         executor,
         pool,
         Limits(step_tokens=runtime.step_tokens, max_running=runtime.max_running, max_waiting=runtime.max_waiting),
-        Bounds(vocab_size=model.vocab_size, max_length=min(context, pool.total * pool.block_tokens)),
-        tokenizer=load_tokenizer(bundle),
+        Bounds(
+            vocab_size=model.vocab_size,
+            max_length=min(context, pool.total * pool.block_tokens),
+            placeholders=Placeholders.of(bundle.manifest, tokenizer),
+        ),
+        tokenizer=tokenizer,
         end_ids=frozenset(bundle.manifest.tokenizer.end_of_turn_ids),
         grammars=grammars,
         speculation=runtime.speculation == "auto",

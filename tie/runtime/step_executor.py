@@ -2,8 +2,17 @@
 
 from typing import Any, Protocol
 
-from tie.bones.batch import Batch
+from tie.bones.arena import Bytes
+from tie.bones.batch import Batch, Floats
 from tie.runtime.kv_blocks import BlockMemory
+
+
+class Vision(Protocol):
+    """Encodes images. One thread uses it, beside the one that calls `Executor.forward`."""
+
+    def encode(self, tiles: Bytes) -> Floats:
+        """Vectors of squares: `[n, side, side, 3]` to `[n, tokens, hidden_size]`."""
+        ...
 
 
 class Executor(BlockMemory, Protocol):
@@ -11,6 +20,11 @@ class Executor(BlockMemory, Protocol):
 
     All that a step takes of it is `forward`, and of its blocks `read_block` and `write_block`.
     """
+
+    @property
+    def vision(self) -> Vision | None:
+        """What encodes images; None: the model, or this executor, takes none."""
+        ...
 
     @property
     def layout_id(self) -> str:

@@ -5,7 +5,8 @@ only where a library makes one (the AES key schedule; the message that a turn ke
 """
 
 import enum
-from collections.abc import Mapping
+import hmac
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, NoReturn, Self
 
@@ -35,6 +36,7 @@ class Purpose(enum.Enum):
     INDEX = "index"  # under which index the head is stored; no salt
     KV = "kv"  # the AES-256-GCM key of one entry; salted with the entry's salt
     COMMIT = "commit"  # the key commitment of one entry; salted with the entry's salt
+    IMAGE = "image"  # the key of the digests of a conversation's images; no salt
 
 
 # Everything that is ever derived from a turn key, and from a request key for caches: HKDF's `info`. The envelope
@@ -44,9 +46,11 @@ LABELS: Final[Mapping[tuple[Root, Purpose], bytes]] = MappingProxyType(
         (Root.TURN, Purpose.INDEX): b"tie/1/warden/turn/index",
         (Root.TURN, Purpose.KV): b"tie/1/warden/turn/kv",
         (Root.TURN, Purpose.COMMIT): b"tie/1/warden/turn/commit",
+        (Root.TURN, Purpose.IMAGE): b"tie/1/warden/turn/image",
         (Root.REQUEST, Purpose.INDEX): b"tie/1/warden/request/index",
         (Root.REQUEST, Purpose.KV): b"tie/1/warden/request/kv",
         (Root.REQUEST, Purpose.COMMIT): b"tie/1/warden/request/commit",
+        (Root.REQUEST, Purpose.IMAGE): b"tie/1/warden/request/image",
     }
 )
 
@@ -84,6 +88,11 @@ class ConversationKey:
         """AES-256-GCM under the key of the entry with this salt."""
         with self._derive(Purpose.KV, salt, _KEY_BYTES) as key:
             return AESGCM(key.reveal())
+
+    def digests(self, images: Iterable[bytes]) -> list[bytes]:
+        """What tells this conversation's images apart (HMAC-SHA256), and means nothing in another conversation."""
+        with self._derive(Purpose.IMAGE, b"", _KEY_BYTES) as key:
+            return [hmac.digest(bytes(key.reveal()), image, "sha256") for image in images]
 
     def close(self) -> None:
         """Wipes the secret."""

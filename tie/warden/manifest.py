@@ -15,6 +15,7 @@ from tie.warden.errors import EntryError
 from tie.warden.keys import INDEX_BYTES
 
 _SHA256_BYTES: Final = 32
+MAX_SQUARES: Final = 64  # that an image may have in a row or a column
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,21 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """An image of a conversation.
+
+    Attributes:
+        digest: of its file; see `ConversationKey.digests`.
+        rows: of squares that it is cut into; 0: it is not.
+        columns: of squares.
+    """
+
+    digest: bytes
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The sealed manifest of a head or a segment.
 
@@ -53,6 +69,7 @@ class Manifest:
         token_ids: of the positions that the blocks hold: whole blocks.
         segments: of a head, in order.
         prefix_sha256: of the shared system prefix before them, or empty.
+        images: of a head: all of the conversation, in order.
     """
 
     format: CacheFormat
@@ -60,6 +77,7 @@ class Manifest:
     token_ids: tuple[int, ...]
     segments: tuple[Segment, ...] = ()
     prefix_sha256: bytes = b""
+    images: tuple[Image, ...] = ()
 
     @property
     def block_count(self) -> int:
@@ -82,6 +100,8 @@ class Manifest:
             message.segments.add(
                 index=segment.index, block_count=segment.block_count, header_sha256=segment.header_sha256
             )
+        for image in self.images:
+            message.images.add(digest=image.digest, rows=image.rows, columns=image.columns)
         return message.SerializeToString(deterministic=True)
 
     @classmethod
@@ -103,6 +123,7 @@ class Manifest:
             tuple(message.token_ids),
             segments,
             message.prefix_sha256,
+            tuple(Image(each.digest, each.rows, each.columns) for each in message.images),
         )
         manifest._check(wanted)
         return manifest
@@ -121,6 +142,10 @@ class Manifest:
                 and len(segment.header_sha256) == _SHA256_BYTES
                 and segment.block_count > 0
                 for segment in self.segments
+            )
+            and all(
+                len(image.digest) == _SHA256_BYTES and max(image.rows, image.columns) <= MAX_SQUARES
+                for image in self.images
             )
             and (not self.segments or sum(segment.block_count for segment in self.segments) == self.block_count)
         ):

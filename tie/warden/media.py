@@ -6,13 +6,15 @@ promise that (memfd_create(2), F_SEAL_WRITE and its like) is not opened. The ker
 has a mapping that can write, and allows none after it.
 """
 
-from typing import Self
+from typing import Final, Self
 
 from kvxfer import seals
 from kvxfer.errors import SealError
 from kvxfer.header import PAGE
 from kvxfer.mapping import Mapping
 from tie.warden.errors import EntryError
+
+_AHEAD: Final = 4 << 20  # bytes that are mapped beyond what is asked for: a system call for each block costs more
 
 
 class SealedMemory:
@@ -36,12 +38,16 @@ class SealedMemory:
         except (SealError, OSError, ValueError):  # ValueError: nothing is not mapped
             raise EntryError from None
         self.size = size
+        self._mapped = 0
 
     def piece(self, start: int, size: int) -> memoryview:
-        """Bytes of it, read-only, mapped in one go. Release them before `close`."""
-        page = start % PAGE
-        self._mapping.populate(start - page, size + page)
-        return self._mapping.view[start : start + size]
+        """Bytes of it, read-only; mapped in one go, with those that follow. Release them before `close`."""
+        end = start + size
+        if end > self._mapped:
+            first = self._mapped - self._mapped % PAGE
+            self._mapped = min(self.size, end + _AHEAD)
+            self._mapping.populate(first, self._mapped - first)
+        return self._mapping.view[start:end]
 
     def close(self) -> None:
         """Unmaps it."""

@@ -167,8 +167,10 @@ def test_many_runtimes_share_one_arena(running):
     [
         ({"layout_id": "torch-tpu-f8"}, "unknown-layout"),
         ({"layout_id": ""}, "unknown-layout"),
-        ({"rank": 1, "world_size": 2}, "unsupported-split"),
-        ({"world_size": 0}, "unsupported-split"),
+        ({"rank": 2, "world_size": 2}, "impossible-rank"),
+        ({"world_size": 0}, "impossible-rank"),
+        ({"world_size": 65}, "impossible-rank"),
+        ({"layout_id": "native-auto", "world_size": 2}, "unsupported-split"),
     ],
 )
 def test_refusals_keep_the_connection(running, options, reason):

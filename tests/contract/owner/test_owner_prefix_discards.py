@@ -11,8 +11,8 @@ from kvxfer import seals
 from kvxfer.header import Header
 from prefix_runtime import BLOCKS, BYTES, FORMAT, PROMPTS, TOKENS, Runtime, manifest, mappings, restarted
 from tie.assets.manifest import FileEntry
+from tie.daemon.errors import RefusedError
 from tie.proto import owner_pb2 as pb
-from tie.runtime.prefix_pool import Place
 from tie.runtime.prefix_restore import PoolDamagedError
 from tie.runtime.prefixes import State
 
@@ -80,11 +80,11 @@ DISCARDED = {
     "another model": Spoilt(_edit(model="other"), reason="model"),
     "another release": Spoilt(_edit(release="other"), reason="release"),
     "another layout": Spoilt(_edit(layout="other"), reason="layout-id"),
-    "another block size": Spoilt(_edit(block_bytes=128), reason="block-bytes"),
+    "another block size": Spoilt(_edit(block_bytes=16), reason="block-bytes"),
     "more tokens in a block": Spoilt(_edit(block_tokens=8, token_count=24), reason="block-tokens"),
     "fewer blocks": Spoilt(_edit(block_count=2, token_count=8), reason="block-count"),
     "another trie": Spoilt(_attribute("trie_sha256", bytes(32)), reason="trie"),
-    "another split": Spoilt(_attribute("world_size", 2), reason="world-size"),
+    "another split": Spoilt(_attribute("world_size", 3), reason="world-size"),
     "still being filled": Spoilt(_attribute("holder", "nobody"), reason="rank-not-ready"),
     "metadata cut off": Spoilt(_truncate_metadata, reason="metadata"),
     "metadata empty": Spoilt(_attribute("metadata_bytes", 0), reason="metadata"),
@@ -111,33 +111,38 @@ DISCARDED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", DISCARDED)
-def test_a_pool_that_disagrees_is_discarded_and_computed_afresh(name, path, pool_owner, capfd):
+def test_a_pool_that_disagrees_is_discarded_and_computed_afresh(name, ranks, path, pool_owner, capfd):
+    """The last rank's, where there are two: what is wrong with one is wrong with all."""
     spoilt = DISCARDED[name]
-    restarted(path).warm()
+    restarted(path, ranks=ranks).warm()
     if spoilt.spoil:
-        spoilt.spoil(pool_owner.pools._pools[0])
-    second = restarted(path, **(spoilt.expects or {}))
+        spoilt.spoil(pool_owner.pools._pools[ranks - 1])
+    mapped = mappings()
+    second = restarted(path, ranks=ranks, **(spoilt.expects or {}))
     assert f'"reason":"{spoilt.reason}"' in capfd.readouterr().err.replace(" ", "")
     assert (second.prefixes.state, second.pool) == (State.COLD, None)
+    assert mappings() == mapped, "nothing was mapped, of no rank"
     assert pool_owner.pools.resets == 1
     assert pool_owner.pools._pools == {}
     if not spoilt.expects:
         second.warm()
         assert second.sound()
         assert len(second.computed) == 2
-        third = restarted(path)
+        third = restarted(path, ranks=ranks)
         assert (third.prefixes.state, third.computed) == (State.SEALED, [])
         assert third.sound()
 
 
-def _filled(path, change):
-    """A pool whose blocks are changed before it is sealed, under metadata that says otherwise."""
-    runtime = Runtime(path)
+def _filled(path, change, ranks):
+    """Pools; the blocks of the last rank's are changed before it is sealed, under metadata that says otherwise."""
+    runtime = Runtime(path, ranks=ranks)
     honest = runtime.prefixes._seal
 
     def seal(filling):
-        change(filling.memory)
+        if filling.source is runtime.parts[-1]:
+            change(filling.memory)
         honest(filling)
 
     runtime.prefixes._seal = seal
@@ -157,32 +162,34 @@ DAMAGED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_pool_stops_the_start_and_the_next_one_computes(name, path, pool_owner):
-    _filled(path, DAMAGED[name])
+def test_a_damaged_pool_stops_the_start_and_the_next_one_computes(name, ranks, path, pool_owner):
+    _filled(path, DAMAGED[name], ranks)
     mapped = mappings()
-    second = Runtime(path)
+    second = Runtime(path, ranks=ranks)
     with pytest.raises(PoolDamagedError, match="prefix pool"):
         second.prefixes.restore()
     assert second.pool is None
-    assert mappings() == mapped, "it is unmapped"
+    assert mappings() == mapped, "all are unmapped"
     assert pool_owner.pools.resets == 1
-    third = restarted(path).warm()
+    third = restarted(path, ranks=ranks).warm()
     assert third.sound()
 
 
-@pytest.mark.parametrize("name", [name for name, spoilt in DISCARDED.items() if spoilt.spoil])
-def test_two_ranks_discard_when_one_disagrees(name, path, pool_owner):
-    places = [Place(0, 2), Place(1, 2)]
-    for place in places:
-        Runtime(path, place=place).warm()
-    spoil = _attribute("world_size", 3) if name == "another split" else DISCARDED[name].spoil
-    spoil(pool_owner.pools._pools[1])
-    # The rank whose own state is wrong notices; the controllable rest is in the states that every rank sees.
-    noticed = Runtime(path, place=places[1])
-    assert noticed.prefixes.restore() is None
-    assert noticed.prefixes.state is State.COLD
-    assert pool_owner.pools._pools == {}
-    for place in places:
-        Runtime(path, place=place).warm()
-    assert all(restarted(path, place=place).sound() for place in places)
+def test_a_rank_that_cannot_be_sealed_leaves_no_pool_of_any(path, pool_owner):
+    """Some are sealed by then: they go too, and the next warmup finds nothing."""
+    runtime = Runtime(path, ranks=2)
+    honest = runtime.prefixes._seal
+
+    def seal(filling):
+        if filling.source is runtime.parts[1]:
+            pool_owner.pools._pools[1].holder = "another"
+        honest(filling)
+
+    runtime.prefixes._seal = seal
+    with pytest.raises(RefusedError):
+        runtime.warm()
+    assert (runtime.prefixes.state, pool_owner.pools._pools) == (State.COLD, {})
+    runtime.prefixes._seal = honest
+    assert runtime.warm().sound()

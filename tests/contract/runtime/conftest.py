@@ -116,7 +116,7 @@ class Runtime:
 class RuntimeNode:
     """A run directory with an owner; starts runtimes one after another."""
 
-    def __init__(self, directory: Path, context_tokens: int) -> None:
+    def __init__(self, directory: Path, context_tokens: int, more: str = "") -> None:
         self.directory = directory
         self.runtimes: list[Runtime] = []
         prompts = {"default": "You are a test."}
@@ -126,7 +126,7 @@ class RuntimeNode:
             f'run_dir = "{directory}/run"\n[model]\nbundle = "{directory}/bundle"\n'
             '[runtime]\ndtype = "f32"\nthreads = 1\n'
             f"kv_tokens = {8 * context_tokens}\n"
-            "max_running = 8\nmax_waiting = 8\n"
+            f"max_running = 8\nmax_waiting = 8\n{more}\n"
             "[probe]\ncanary_interval_s = 0.5\ncanary_deadline_s = 0.7\n"
         )
         self.config = node_config.load(self.file)
@@ -178,7 +178,8 @@ def node(request: pytest.FixtureRequest) -> Iterator[RuntimeNode]:
     """A node without a runtime; tests launch theirs."""
     # Short: a socket's path has at most 107 bytes.
     directory = Path(tempfile.mkdtemp(prefix="tie-rt-", dir="/tmp"))
-    node = RuntimeNode(directory, getattr(request.module, "CONTEXT_TOKENS", 1024))
+    more = getattr(request, "param", "")  # of [runtime]
+    node = RuntimeNode(directory, getattr(request.module, "CONTEXT_TOKENS", 1024), more)
     try:
         yield node
     finally:

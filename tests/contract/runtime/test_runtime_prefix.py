@@ -20,6 +20,7 @@ class Garbage(HostBlocks):
     """Blocks of a runtime that does not compute."""
 
     def __init__(self, size):
+        self.block_bytes = size
         self.data = bytearray(b"\x42" * size)
 
     def block_view(self, _):
@@ -34,8 +35,7 @@ def poison(node, hello):
         node.sockets.owner,
         manifest,
         format=blocks,
-        place=Place(),
-        memory=Garbage(hello.block_bytes),
+        parts=[Garbage(hello.block_bytes)],
         most_blocks=100,
         on_ready=lambda *_: None,
     )

@@ -7,6 +7,7 @@ import pytest
 
 from tie.app.conversation import Conversation
 from tie.app.entries import sealing
+from tie.app.placed import Prompt
 from tie.assets.prefix import NO_PREFIX
 from tie.proto import metrics_pb2, metrics_pb2_grpc
 from tie.store.client import random_index
@@ -43,7 +44,7 @@ def look_up(store, key: ConversationKey, cache_format=FORMAT) -> tuple[int, dict
     """Blocks found, and what the store was asked for it."""
     before = asked(store)
     conversation = Conversation(key, cache_format, store.path, prefix=NO_PREFIX, timeout=10, ttl_s=60)
-    conversation.look_up((*TOKENS, 1))
+    conversation.look_up(Prompt((*TOKENS, 1)))
     blocks = conversation.blocks
     conversation.close()
     after = asked(store)

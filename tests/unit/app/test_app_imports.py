@@ -7,7 +7,7 @@ import sys
 # The heavy ones, and those that would put the shared parts of a node into a user's process.
 FORBIDDEN = {
     "torch", "transformers", "gguf", "safetensors", "numpy", "tie.runtime", "tie.bones", "tie.cloudboard", "tie.cli",
-    "h2", "httpx", "prometheus_client", "pynvml", "llguidance", "sentencepiece", "rich", "click",
+    "PIL", "kornia_rs", "h2", "httpx", "prometheus_client", "pynvml", "llguidance", "sentencepiece", "rich", "click",
 }  # fmt: skip
 # What it may import from outside the standard library, and why.
 ALLOWED = {

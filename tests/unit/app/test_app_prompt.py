@@ -9,6 +9,8 @@ from tie.app.frames import Limits
 from tie.app.outcome import RefusalError
 from tie.app.prompt import Model
 from tie.assets.chat import ChatTemplate
+from tie.assets.sample import make_sample_vision_bundle
+from tie.daemon.config import ModelConfig, NodeConfig
 from tie.proto import app_pb2, request_pb2
 
 LIMITS = Limits(request_bytes=1 << 20, output_tokens=100, time_s=1.0)
@@ -191,3 +193,61 @@ def test_a_template_s_refusal_and_a_model_without_one(sample):
 )
 def test_the_runtime_is_told_what_may_be_brought_to_its_end(with_tools, fields, json):
     assert with_tools.generate_request(chat(message("user", "a"), **fields), LIMITS, "r").json is json
+
+
+# --- images ---
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("seeing") / "bundle"
+    make_sample_vision_bundle(directory, context_tokens=512)
+    return Model.load(NodeConfig(model=ModelConfig(bundle=str(directory))))
+
+
+def shown(*parts: str | bytes, role: str = "user") -> request_pb2.Message:
+    kinds = [request_pb2.Part(text=part) if isinstance(part, str) else request_pb2.Part(image=part) for part in parts]
+    return request_pb2.Message(role=role, parts=kinds)
+
+
+def test_images_go_on_in_order_each_with_a_place(seeing):
+    request = chat(shown("a", b"not a picture", "b<image>", b"\0"), message("assistant", "c"), shown(b"third"))
+    made = seeing.generate_request(request, LIMITS, "r")
+    assert list(made.images) == [b"not a picture", b"\0", b"third"]
+    token = seeing.manifest.images.token_id
+    text = seeing.tokenizer.encode
+    start, end, place = text("<|im_start|>", special=True), text("<|im_end|>", special=True), [token]
+    user = [*start, *text("user\n")]
+    assert list(made.token_ids) == [
+        *user, *text("a"), *place, *text("b<image>"), *place, *end, *text("\n"),
+        *start, *text("assistant\nc"), *end, *text("\n"), *user, *place, *end, *text("\n"),
+        *start, *text("assistant\n"),
+    ]  # fmt: skip
+
+
+def test_a_model_that_takes_images_takes_text(seeing):
+    made = seeing.generate_request(chat(message("system", "Be ", "brief."), message("user", "Hi")), LIMITS, "r")
+    assert not made.images
+    assert seeing.tokenizer.decode(made.token_ids) == "system\nBe brief.\nuser\nHi\nassistant\n"
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "field"),
+    [
+        (chat(shown(b"x", role="assistant")), "UNSUPPORTED", "messages[0].parts[0].image"),
+        (chat(message("user", "a"), shown("b", b"x", role="system")), "UNSUPPORTED", "messages[1].parts[1].image"),
+        (chat(shown("a", b"")), "INVALID_REQUEST", "messages[0].parts[1].image"),
+        (chat(shown(bytes(8 * 1024 * 1024 + 1))), "IMAGE_REFUSED", "messages[0].parts[0].image"),
+        (chat(shown(*[b"x"] * 9)), "INVALID_REQUEST", "messages[0].parts[8].image"),
+    ],
+)
+def test_images_that_cannot_be_are_refused_by_name(seeing, request_, status, field):
+    kind, detail = refused(seeing, request_)
+    assert kind == status
+    assert detail.startswith(f"{field}: ")
+
+
+def test_a_template_without_places_for_images_is_said(seeing):
+    source = "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
+    blind = dataclasses.replace(seeing, _template=ChatTemplate(source, seeing.tokenizer, seeing.manifest.tokenizer))
+    assert refused(blind, chat(shown(b"x", "a")))[0] == "UNSUPPORTED"

@@ -133,6 +133,27 @@ async def test_deltas_are_gathered_until_the_tick(monkeypatch: pytest.MonkeyPatc
     await line.close()
 
 
+@pytest.mark.parametrize(("characters", "sizes"), [(230, [256]), (700, [256] * 3), (940, [256] * 4), (1100, [4096])])
+@pytest.mark.parametrize("ends", [False, True])
+async def test_what_does_not_fit_a_small_frame_waits_for_the_next_tick(characters, sizes, ends):
+    line = await Line().open(AppConfig(buckets=(256, 4096), tick_s=0.001))
+    text = "".join(chr(ord("a") + number % 26) for number in range(characters))
+    line.sender.put(0, text)
+    running = asyncio.create_task(line.sender.run())
+    said, seen = "", []
+    while len(said) < (0 if ends else characters):
+        payload = await read_bytes(line.reader, limit=1 << 20, timeout=10)
+        assert payload is not None
+        seen.append(len(payload))
+        said += app_pb2.AppOut.FromString(payload).delta.text
+    running.cancel()
+    await line.sender.done(Outcome(app_pb2.STATUS_OK))
+    left, frames = await line.received()
+    said += "".join(frame.delta.text for frame in frames)
+    assert (said, seen + left) == (text, [*sizes, 256])
+    await line.close()
+
+
 async def test_done_is_sent_once():
     line = await Line().open(AppConfig())
     await line.sender.done(Outcome(app_pb2.STATUS_OK))

@@ -30,6 +30,11 @@ def test_the_layout_names_what_computes(monkeypatch, asked, built, expected):
     assert found == expected
 
 
+def test_several_ranks_are_pytorch_s(monkeypatch):
+    monkeypatch.setattr(library, "levels", lambda: ("avx2",))
+    assert layouts.layout_id("auto", dtype="bf16", weights="auto", block_tokens=16, ranks=2) == "torch-cpu-bf16"
+
+
 def test_a_level_that_the_environment_names_is_taken_for_fast(monkeypatch):
     monkeypatch.setattr(library, "levels", lambda: ("portable",))
     monkeypatch.setenv(library.LEVEL_VARIABLE, "portable")

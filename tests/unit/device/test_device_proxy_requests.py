@@ -138,8 +138,17 @@ def test_what_an_answer_held_may_be_sent_back() -> None:
         ({"store": 0}, "store", 400),
         ({"functions": []}, "functions", 400),
         ({"modalities": ["text", "audio"]}, "modalities", 400),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-         "messages[0].content[0]", 422),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url", 400),
+        *[
+            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]},
+             "messages[0].content[0].image_url.url", 400)
+            for url in ("https://example.com/a.png", "x", "", "file:///etc/passwd", "data:,x", "data:image/png,x",
+                        "data:image/png;base64,", "data:image/png;base64,!", "data:;base64,YQ==é", "data:;base64,YQ")
+        ],
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:;base64,YQ==",
+          "detail": "high"}}]}]}, "messages[0].content[0].image_url.detail", 400),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+         "messages[0].content[0].type", 400),
     ],
 )  # fmt: skip
 def test_refusals_name_the_field_and_show_nothing_in_the_exception(fields, param, status) -> None:
@@ -147,6 +156,18 @@ def test_refusals_name_the_field_and_show_nothing_in_the_exception(fields, param
     assert (error.param, error.status) == (param, status)
     assert error.param.partition("[")[0] in json.loads(error.body)["error"]["message"]
     assert str(error) == f"the request ends with status {status}, {error.code}"
+
+
+def test_images_go_on_as_they_are_and_in_order() -> None:
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,/+8A", "detail": "auto"}},
+        {"type": "image_url", "image_url": {"url": "DATA:application/x-what;charset=x;BASE64,YQ=="}},
+        {"type": "text", "text": "b"},
+    ]
+    made = chat(messages=[{"role": "user", "content": parts}]).messages[0].parts
+    assert [part.WhichOneof("kind") for part in made] == ["text", "image", "image", "text"]
+    assert [part.image for part in made[1:3]] == [b"\xff\xef\0", b"a"]
 
 
 @pytest.mark.parametrize("prompt", ["", [], ["a", "b"], [1, 2], 7])

@@ -13,8 +13,8 @@ import pytest
 
 from kvxfer import pages, seals
 from kvxfer.buffer import ConsumerBuffer, ProducerBuffer
-from kvxfer.header import PAGE, Header
-from kvxfer.mapping import HUGE_PAGE, LARGE, Mapping, make_present
+from kvxfer.header import HUGE_PAGE, LARGE, PAGE, Header
+from kvxfer.mapping import Mapping, make_present
 from kvxfer.pool import BufferPool
 
 SIZES = [1, PAGE, PAGE + 1, LARGE - 1, LARGE, LARGE + PAGE + 5, 6 * HUGE_PAGE + HUGE_PAGE // 2]

@@ -144,7 +144,7 @@ def test_batches_cover_all_blocks_and_are_committed_when_the_next_is_asked_for(e
         seen = 0
         for batch in producer.batches():
             assert batch.start == seen
-            assert len(batch) == 1 or len(batch) * block_bytes <= 1 << 20
+            assert len(batch) == 1 or len(batch) * block_bytes <= 4 << 20
             assert consumer.wait(0, timeout=0) == seen
             for index in batch:
                 with producer.block(index) as view:
@@ -156,6 +156,23 @@ def test_batches_cover_all_blocks_and_are_committed_when_the_next_is_asked_for(e
         for index in range(6):
             with consumer.block(index) as view:
                 assert view[0] == index
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "sizes"),
+    [(1 << 20, [1, 1, 2, 4, 4, 4, 2, 1, 1]), (400_000, [2, 2, 4, 8, 10, 10, 5, 2, 2, 1]), (5 << 20, [1, 1, 1])],
+)
+def test_batches_grow_and_shrink_again(ends, block_bytes, sizes):
+    ours, _ = ends
+    count = sum(sizes)
+    header = Header(
+        "m", "r", "l", block_tokens=1, block_bytes=block_bytes, block_count=count, first_token=0, token_count=count
+    )
+    descriptor = seals.create("sizes", header.buffer_bytes)
+    with Producer(ours, descriptor, header, passing=True, timeout=1) as producer:
+        os.close(descriptor)
+        assert [len(batch) for batch in producer.batches()] == sizes
+        producer.finish(timeout=1)
 
 
 def test_a_batch_that_is_left_is_not_committed(ends, memfd):

@@ -11,6 +11,7 @@ import pytest
 from model_owner.loader import pack
 from model_owner.native import as_stored
 from model_owner.source import Source
+from tie.assets.sample import make_sample_vision_bundle
 from tie.assets.tensors import StoredTensor
 from tie.bones.arena import TensorEntry, byte_views, tensor_views
 from tie.bones.batch import Batch, SequenceSlice
@@ -69,3 +70,12 @@ def test_same_bundle_gives_the_same_arena(sample):
     first, second = (_mapped(sample, "native-q4") for _ in range(2))
     assert first[1] == second[1]
     assert first[0][:] == second[0][:]
+
+
+def test_a_model_that_takes_images_is_packed_for_pytorch(tmp_path):
+    bundle = make_sample_vision_bundle(tmp_path / "bundle")
+    (arena, entries), (other, _) = _mapped(bundle, "native-auto"), _mapped(bundle, "torch-cpu-bf16")
+    assert arena[:] == other[:]
+    config = ModelConfig.from_json(msgspec.json.encode(bundle.manifest.architecture))
+    executor = Executor(config, tensor_views(arena, entries), num_blocks=8, block_tokens=16, dtype="bf16", threads=1)
+    assert executor.vision.encode(np.zeros((2, 32, 32, 3), dtype=np.uint8)).shape == (2, 4, 64)

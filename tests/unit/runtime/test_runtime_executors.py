@@ -1,17 +1,21 @@
 """Which executor is made, and what an operator is told where it cannot be."""
 
+import errno
 import importlib.util
 import mmap
 import sys
 
+import numpy as np
 import pytest
 
 import fake_flashinfer
 from executor_workload import random_weights, small_model
 from tie.bones.arena import TensorEntry
 from tie.bones.batch import Batch, SequenceSlice
+from tie.bones.config import ModelConfig
 from tie.bones.cuda import executor as cuda
 from tie.bones.errors import DeviceError
+from tie.bones.vision.config import VisionConfig
 from tie.daemon import config as node_config
 from tie.daemon.config import NodeConfig, RuntimeConfig
 from tie.daemon.errors import ConfigError
@@ -29,6 +33,10 @@ def model():
 
 @pytest.fixture(scope="module")
 def weights(model):
+    return packed(model)
+
+
+def packed(model):
     """As the owner packs `cuda-bf16`, which is how it packs `torch-cpu-bf16`."""
     entries, content = [], bytearray()
     for name, tensor in random_weights(model, "bf16").items():
@@ -111,3 +119,51 @@ def test_a_runtime_that_cannot_have_its_gpu_leaves_nothing_behind(monkeypatch, t
     with pytest.raises(ConfigError, match="PyTorch is not installed"):
         launch.prepare(path)
     assert not run_dir.exists()
+
+
+def test_ranks_that_could_not_meet_alone_are_not_started(monkeypatch, tmp_path):
+    """Nothing is left behind, and the operator is told what is missing."""
+    run_dir, path = tmp_path / "run", tmp_path / "node.toml"
+    ranked = RuntimeConfig(tensor_parallel=2)
+    path.write_bytes(node_config.dump(NodeConfig(run_dir=str(run_dir), runtime=ranked)))
+    monkeypatch.setattr(launch, "own_network", lambda: False)
+    with pytest.raises(ConfigError, match="a network of their own"):
+        launch.prepare(path)
+
+    def forbidden(*_, **__):
+        raise OSError(errno.EAFNOSUPPORT, "no such family")
+
+    monkeypatch.setattr(launch, "own_network", lambda: True)
+    monkeypatch.setattr(launch.socket, "create_server", forbidden)
+    with pytest.raises(ConfigError, match="TCP on loopback"):
+        launch.prepare(path)
+    assert not run_dir.exists()
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    """A model that takes images, with its weights as the owner packs them for PyTorch."""
+    tower = VisionConfig(
+        "pixel-shuffle", 32, 64, 1, 2, 16, 4, 1e-6, final_norm=True, scale_factor=2, connector_bias=False,
+        image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5),
+    )  # fmt: skip
+    return ModelConfig("llama", 64, 96, 1, 4, 2, 16, 100, 64, 1e-5, 10000.0, tie_word_embeddings=True, vision=tower)
+
+
+@pytest.mark.parametrize("layout", ["native-auto", "native-q4", "torch-cpu-bf16"])
+def test_a_model_that_takes_images_is_pytorch_s(seeing, layout):
+    executor = executors.make_executor(RuntimeConfig(kv_tokens=256), seeing, packed(seeing), layout)
+    assert executor.layout_id == "torch-cpu-bf16"
+    assert executor.vision.encode(np.zeros((1, 16, 16, 3), dtype=np.uint8)).shape == (1, 4, 64)
+
+
+def test_a_gpu_does_not_run_it_yet(seeing):
+    with pytest.raises(ConfigError, match="images"):
+        executors.make_executor(CUDA, seeing, packed(seeing), "cuda-bf16")
+
+
+def test_several_ranks_do_not_run_it_yet(seeing):
+    with pytest.raises(ConfigError, match="one rank"):
+        executors.make_executor(
+            RuntimeConfig(tensor_parallel=2), seeing, packed(seeing), "torch-cpu-bf16", ranked=lambda *_: None
+        )

@@ -147,6 +147,8 @@ def test_an_export_begins_where_the_app_asks(transfers, memory):
             with consumer.block(index) as view:
                 assert view == memory.block_view(block)
     assert released.wait(WAIT_S)
+    # Its buffer stays until the app, which seals more slowly than blocks are copied, has left.
+    assert transfers.in_flight == FORMAT.header(1, 3).buffer_bytes
     promise.close()
 
 

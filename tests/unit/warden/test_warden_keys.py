@@ -24,16 +24,18 @@ GOLDEN = {
     (Root.TURN, Purpose.INDEX): "e229a62125684b0bae80069b3b6be127fa41e0fb56fc3c6a3efef8d72c966296",
     (Root.TURN, Purpose.KV): "b9235e06cc29aaf5d9522ebb43b0fe3acb2d10b2eac58966b2d8fcda4fe147d0",
     (Root.TURN, Purpose.COMMIT): "5fc77fd046c55bee71c88e0c3aa94e5d075cb946a625348d7e337086f9808609",
+    (Root.TURN, Purpose.IMAGE): "4c9a631cb5932340cfc8c412b5eca8487c095d6e921a19c3eee0bbc54d73f674",
     (Root.REQUEST, Purpose.INDEX): "0d2af4a152df78a5dcdf6057d96816c5e42d2ed40240200edd72ab90a4f0f7a8",
     (Root.REQUEST, Purpose.KV): "32b0c2b2a760ef63e9832830243dc6d564fb69ec03b1a6431bf1d9ed643c19ab",
     (Root.REQUEST, Purpose.COMMIT): "dfdabd8500e738f483ba8f183b4d0c34ad591891f573d35687ff03a2764d3b55",
+    (Root.REQUEST, Purpose.IMAGE): "6b0c9e86cebde14bf9903c484ea54197c7556a08137fca1aa7a6adb082ec0b24",
 }
 
 
 @pytest.mark.parametrize("root", list(Root))
 @pytest.mark.parametrize("purpose", list(Purpose))
 def test_golden_vectors(root, purpose):
-    salt = b"" if purpose is Purpose.INDEX else SALT
+    salt = b"" if purpose in {Purpose.INDEX, Purpose.IMAGE} else SALT
     info = f"tie/1/warden/{root.name.lower()}/{purpose.value}".encode()
     assert hkdf(SECRET, salt, info).hex() == GOLDEN[root, purpose]
     with ConversationKey(root, SECRET) as key, key._derive(purpose, salt, 32) as derived:
@@ -45,6 +47,8 @@ def test_the_methods_use_the_table():
         with ConversationKey(root, SECRET) as key:
             assert key.index().hex() == GOLDEN[root, Purpose.INDEX]
             assert key.commitment(SALT).hex() == GOLDEN[root, Purpose.COMMIT]
+            digest = hmac.new(bytes.fromhex(GOLDEN[root, Purpose.IMAGE]), b"image", hashlib.sha256).digest()
+            assert key.digests([b"image", b"other"])[0] == digest
 
 
 def test_every_purpose_of_every_root_has_a_label_of_its_own():

@@ -55,6 +55,7 @@ class CudaExecutor:
     """
 
     name = "cuda"
+    vision = None  # models that take images are not for a GPU yet
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -60,6 +61,8 @@ class NativeExecutor(HostBlocks):
         OSError: there is no native library for this machine.
     """
 
+    vision = None  # models that take images are PyTorch's
+
     def __init__(
         self,
         config: ModelConfig,
@@ -94,7 +97,10 @@ class NativeExecutor(HostBlocks):
             raise InputError("the model's shape is not one that the native library can run")
         self._weights, raw = _weights(config, tensors)  # what the engine points to; and where
         # Anonymous memory: zero, on pages of its own, and taken from the machine only when it is first written.
+        # In huge pages where the kernel has them: a step reads all of a sequence's blocks, an import writes them.
         self._pool = mmap.mmap(-1, num_blocks * self.block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel that has none
+            self._pool.madvise(mmap.MADV_HUGEPAGE)
         pool = np.frombuffer(self._pool, np.uint8)
         _check(
             self._library.tie_native_new(

@@ -145,6 +145,7 @@ _NAMES: Final = (
     (re.compile(r"\.arguments_json$"), ".function.arguments"),
     (re.compile(r"^(messages\[\d+\]\.tool_calls\[\d+\])\.name$"), r"\1.function.name"),
     (re.compile(r"\.parts\b"), ".content"),
+    (re.compile(r"\.image$"), ".image_url"),
 )
 _DETAIL: Final = re.compile(r"([a-z_]+(?:\[\d+\]|\.[a-z_]+)*): (.*)", re.DOTALL)
 

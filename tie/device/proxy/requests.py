@@ -48,10 +48,17 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fiel
     text: str
 
 
-class ImagePart(msgspec.Struct, tag_field="type", tag="image_url", forbid_unknown_fields=True):
-    """An image; refused by name in tie.device.proxy.translate."""
+class ImageUrl(msgspec.Struct, forbid_unknown_fields=True):
+    """Where an image is; a model has one way to look at it, so of `detail` only "auto" is taken."""
 
-    image_url: msgspec.Raw
+    url: str
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(msgspec.Struct, tag_field="type", tag="image_url", forbid_unknown_fields=True):
+    """An image."""
+
+    image_url: ImageUrl
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):

@@ -4,7 +4,8 @@ from typing import Final
 
 import msgspec
 
-from tie.device.proxy.failures import invalid, unservable
+from tie.device.proxy import images
+from tie.device.proxy.failures import invalid
 from tie.device.proxy.requests import (
     ChatRequest,
     Common,
@@ -14,6 +15,7 @@ from tie.device.proxy.requests import (
     Message,
     NamedChoice,
     SchemaFormat,
+    TextPart,
     Tool,
 )
 from tie.device.request import Options, build
@@ -109,21 +111,18 @@ def _token_id(name: str) -> int:
 
 
 def _message(field: str, message: Message) -> request_pb2.Message:
-    texts = []
+    parts: list[request_pb2.Part] = []
     match message.content:
         case str(text):
-            texts = [text]
-        case list(parts):
-            for position, part in enumerate(parts):
-                if isinstance(part, ImagePart):
-                    raise unservable(f"{field}.content[{position}]", "images are not taken yet")
-                texts.append(part.text)
+            parts = [request_pb2.Part(text=text)]
+        case list(content):
+            parts = [_part(f"{field}.content[{position}]", part) for position, part in enumerate(content)]
     calls = message.tool_calls or []
-    if not texts and not calls:
+    if not parts and not calls:
         raise invalid(f"{field}.content", "is empty")
     return request_pb2.Message(
         role=message.role,
-        parts=[request_pb2.Part(text=text) for text in texts],
+        parts=parts,
         tool_calls=[
             request_pb2.ToolCall(id=call.id, name=call.function.name, arguments_json=call.function.arguments)
             for call in calls
@@ -131,6 +130,12 @@ def _message(field: str, message: Message) -> request_pb2.Message:
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
     )
+
+
+def _part(field: str, part: TextPart | ImagePart) -> request_pb2.Part:
+    if isinstance(part, TextPart):
+        return request_pb2.Part(text=part.text)
+    return request_pb2.Part(image=images.from_url(f"{field}.image_url.url", part.image_url.url))
 
 
 def _tool(position: int, tool: Tool) -> request_pb2.Tool:
