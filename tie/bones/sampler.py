@@ -5,6 +5,9 @@ Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so the same 
 
 Order of work: repetition, frequency and presence penalties; bias; allowed, bad and banned tokens and the grammar's
 mask; temperature; top-k; top-p; min-p. Cuts are by value: tokens that tie with the last one kept are kept as well.
+
+What has no top-k and no mask that leaves few tokens is drawn in compiled code where that is built (`native.drawing`), by
+the same rules and from the same random numbers; its weights differ by rounding.
 """
 
 import math
@@ -14,15 +17,14 @@ from typing import Any
 import numpy as np
 
 from tie.bones.errors import InputError, SamplingError
+from tie.bones.native import drawing
 from tie.bones.sampling import Floats, Ids, Sampled, SampleRow, SamplingParams, as_ids, check_ids
 
 __all__ = ["Floats", "SampleRow", "Sampled", "SamplingParams", "sample"]
 
-_BUCKET = 256  # neighbours in `_race`
 # For each byte of a mask, what is added to the eight logits that it stands for: the same work whatever a mask allows.
 _FORBIDDEN = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
 _FORBIDDEN = _FORBIDDEN.astype(np.float32)
-_LARGEST_EXPONENT = 70  # of a weight: as many as any vocabulary has still add up to a float32
 _NEVER_ZERO = 1e-300  # beside a time of 0, whose chance is 2^-53, weight 0 would be no number
 
 
@@ -37,7 +39,7 @@ def sample(logits: Floats, rows: Sequence[SampleRow]) -> list[Sampled]:
         InputError: the shapes do not match, or a token id is outside the vocabulary.
         SamplingError: some rows leave no token to choose; it names them.
     """
-    table = np.asarray(logits)
+    table = np.ascontiguousarray(logits)
     if table.ndim != 2 or len(rows) != len(table) or table.dtype != np.float32:
         raise InputError("logits must be float32, one row for each row to sample")
     if not rows:
@@ -45,6 +47,8 @@ def sample(logits: Floats, rows: Sequence[SampleRow]) -> list[Sampled]:
     chosen, failed = [], []
     scratch = np.empty(table.shape[1], dtype=np.float32)  # one for all rows: it stays in the cache
     dice = _Dice()
+    compiled = drawing.loaded()
+    drawer = drawing.Drawer(compiled, scratch) if compiled else None
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is infinite is found here
         for index, (original, row) in enumerate(zip(table, rows, strict=True)):
             edited = _edit(original, row)
@@ -54,7 +58,7 @@ def sample(logits: Floats, rows: Sequence[SampleRow]) -> list[Sampled]:
             if not sound:
                 failed.append(index)
             elif not row.params.greedy:
-                token_id = _draw(edited, edited[token_id], row, scratch, dice)
+                token_id = _draw(edited, edited[token_id], row, scratch, dice, drawer)
             chosen.append(token_id)
     if failed:
         raise SamplingError("some rows leave no token to choose", failed)
@@ -109,12 +113,15 @@ class _Dice:
         return self._generator
 
 
-def _draw(x: Floats, largest: np.float32, row: SampleRow, scratch: Floats, dice: _Dice) -> int:
+def _draw(
+    x: Floats, largest: np.float32, row: SampleRow, scratch: Floats, dice: _Dice, drawer: drawing.Drawer | None
+) -> int:
     """Draws from softmax(x / temperature) after top-k, top-p and min-p; `largest` is the maximum of x.
 
-    `scratch` is as long as x, and overwritten.
+    `scratch` is as long as x, and overwritten: with weights, by `drawer` too.
     """
     params = row.params
+    numbers = dice.cast(params.seed, row.position)
     ids: Ids | None = None
     kept = x
     if row.mask is not None or params.allowed_ids is not None:
@@ -126,19 +133,19 @@ def _draw(x: Floats, largest: np.float32, row: SampleRow, scratch: Floats, dice:
         survivors = np.flatnonzero(kept >= _kth_largest(kept, params.top_k))
         ids = survivors if ids is None else ids[survivors]
         kept = kept[survivors]
-    scale = np.float32(1 / params.temperature)
-    weights, heaviest = np.multiply(kept, scale, out=scratch[: len(kept)]), largest * scale
-    if not 0 <= heaviest <= _LARGEST_EXPONENT:  # relative to the likeliest token, whose weight then is 1
-        np.subtract(kept, largest, out=weights)
-        weights *= scale
-        heaviest = np.float32(0)
-    np.exp(weights, out=weights)
-    if params.min_p > 0:
-        weights[weights < np.float32(params.min_p) * np.exp(heaviest)] = 0
-    sums = _bucket_sums(weights)
-    goal = params.top_p * float(sums.sum(dtype=np.float64)) if 0 < params.top_p < 1 else math.inf
-    numbers = dice.cast(params.seed, row.position)
-    choice = _race(weights, sums, numbers)
+    if drawer and kept is x:
+        weights = scratch
+        choice, inside = drawer.draw(x, float(largest), params.temperature, params.top_p, params.min_p, numbers)
+        goal = math.inf if inside else params.top_p * float(weights.sum(dtype=np.float64))
+    else:
+        weights = np.subtract(kept, largest, out=scratch[: len(kept)])
+        weights *= np.float32(1 / params.temperature)
+        np.exp(weights, out=weights)
+        if params.min_p > 0:
+            weights[weights < np.float32(params.min_p)] = 0
+        sums = _bucket_sums(weights)
+        goal = params.top_p * float(sums.sum(dtype=np.float64)) if 0 < params.top_p < 1 else math.inf
+        choice = _race(weights, sums, numbers)
     # One outside the nucleus is drawn again, from what is likelier: that costs less than to find the nucleus first.
     while not _inside_nucleus(weights, choice, goal):
         likelier = np.flatnonzero(weights > weights[choice])
@@ -149,7 +156,7 @@ def _draw(x: Floats, largest: np.float32, row: SampleRow, scratch: Floats, dice:
 
 
 def _bucket_sums(weights: Floats) -> Floats:
-    sums: Floats = np.add.reduceat(weights, np.arange(0, len(weights), _BUCKET))
+    sums: Floats = np.add.reduceat(weights, np.arange(0, len(weights), drawing.NEIGHBOURS))
     return sums
 
 
@@ -162,12 +169,10 @@ def _race(weights: Floats, sums: Floats, dice: np.random.Generator) -> int:
     the same time, as good as never. (Where one number is looked up in the running sum of all weights, each border
     between two tokens moves with the whole sum before it.)
     """
-    bucket = _first(sums, dice) * _BUCKET
-    return bucket + _first(weights[bucket : bucket + _BUCKET], dice)
-
-
-def _first(rates: Floats, dice: np.random.Generator) -> int:
-    return int(((dice.standard_exponential(len(rates)) + _NEVER_ZERO) / rates).argmin())
+    times = dice.standard_exponential(len(sums) + drawing.NEIGHBOURS) + _NEVER_ZERO
+    start = int((times[: len(sums)] / sums).argmin()) * drawing.NEIGHBOURS
+    among = weights[start : start + drawing.NEIGHBOURS]
+    return start + int((times[len(sums) :][: len(among)] / among).argmin())
 
 
 def _inside_nucleus(weights: Floats, choice: int, goal: float) -> bool:

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "model.h"
+#include "sampling.h"
 
 using tie::Batch;
 using tie::Format;
@@ -32,6 +33,7 @@ uint64_t tie_native_block_bytes(const Shape*, uint64_t);
 Problem tie_native_new(const Shape*, uint64_t, const RawTensor*, uint64_t, void*, uint64_t, int32_t, int32_t, tie::Engine**);
 void tie_native_free(tie::Engine*);
 Problem tie_native_step(tie::Engine*, const Batch*, uint64_t);
+Problem tie_native_draw(tie::Draw*, uint64_t);
 }
 
 namespace {
@@ -170,6 +172,19 @@ bool step(Subject& s, int lies) {
   return tie_native_step(s.engine, &batch, sizeof batch) == nullptr;
 }
 
+// Logits of any bits, in memory of exactly their size.
+void draw() {
+  const int64_t count = between(1, 900), buckets = (count + tie::kNeighbours - 1) / tie::kNeighbours;
+  const Memory logits = memory(4 * count, true), weights = memory(4 * count, true), sums = memory(4 * buckets, true);
+  const Memory times = memory(8 * (buckets + tie::kNeighbours), false);
+  tie::Draw row{reinterpret_cast<float*>(logits.get()), reinterpret_cast<float*>(weights.get()),
+                reinterpret_cast<float*>(sums.get()), reinterpret_cast<double*>(times.get()), count,
+                between(0, 4) / 4.0, 0, 1, between(0, 1) / 2.0f, 0, -1};
+  require(!tie_native_draw(&row, sizeof row) && row.token >= 0 && row.token < count, "no token was drawn");
+  row.count = between(0, 1) ? 0 : INT64_MIN;
+  require(tie_native_draw(&row, sizeof row), "a lie was believed");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -180,6 +195,7 @@ int main(int argc, char** argv) {
     make(subject);
     for (int k = 0; k < 4; ++k) done += step(subject, 0);
     for (int k = 0; k < 8; ++k) refused += !step(subject, 5);
+    draw();
   }
   std::printf("%d steps, %d refusals\n", done, refused);
   require(done > models && refused > models, "too little was tried");

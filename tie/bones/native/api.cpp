@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "forward.h"
+#include "sampling.h"
 
 #define TIE_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -22,6 +23,7 @@ constexpr Problem kBadBlock = "a block is outside the pool";
 
 constexpr int64_t kMostRows = 1 << 18, kMostBlocks = 1 << 24;  // in a batch
 constexpr int kMostThreads = 1024;
+constexpr int64_t kMostTokens = 1 << 24;  // in a vocabulary
 
 // Filled in Python, field by field, as Shape and Batch are: see library.py.
 struct Tensor {
@@ -138,7 +140,7 @@ Problem Engine::check(const Batch& batch) {
 using namespace tie;
 
 // Counts changes of this border, so that a library left over from an older build is not called: see library.py.
-TIE_EXPORT int32_t tie_native_border() { return 4; }
+TIE_EXPORT int32_t tie_native_border() { return 5; }
 
 // Bytes of a block of the KV pool; 0: this library cannot run models of this shape.
 TIE_EXPORT uint64_t tie_native_block_bytes(const Shape* shape, uint64_t shape_bytes) {
@@ -178,4 +180,12 @@ TIE_EXPORT Problem tie_native_step(Engine* engine, const Batch* batch, uint64_t 
   return nullptr;
 } catch (const std::bad_alloc&) {
   return kNoMemory;
+}
+
+// Draws a token: all of the row's logits are below infinity, one is not minus infinity.
+TIE_EXPORT Problem tie_native_draw(Draw* row, uint64_t row_bytes) {
+  if (!row || row_bytes != sizeof(Draw) || !row->logits || !row->weights || !row->sums || !row->times) return kMissing;
+  if (!within(&row->count, 1, kMostTokens) || !row->count) return "the vocabulary is empty, or too large";
+  draw(*row);
+  return nullptr;
 }

@@ -29,7 +29,7 @@ BLOCK_TOKENS: Final = 16
 LEVEL_VARIABLE: Final = "TIE_NATIVE_LEVEL"
 """Environment variable that chooses a level instead: for tests and measurements."""
 
-_BORDER: Final = 4  # as api.cpp has it
+_BORDER: Final = 5  # as api.cpp has it
 
 _i32, _i64, _u64, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 
@@ -62,6 +62,19 @@ class RawBatch(ctypes.Structure):
     )  # fmt: skip
 
 
+class RawDraw(ctypes.Structure):
+    """`tie::Draw` of sampling.h, field by field."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("logits", "weights", "sums", "times")),
+        ("count", _i64),
+        ("top_p", ctypes.c_double),
+        *((name, ctypes.c_float) for name in ("largest", "scale", "least")),
+        ("inside", _i32),
+        ("token", _i64),
+    )
+
+
 _problem = ctypes.c_char_p  # what is wrong; None: nothing
 _FUNCTIONS: Final = (
     ("block_bytes", _u64, (ctypes.POINTER(Shape), _u64)),
@@ -71,6 +84,7 @@ _FUNCTIONS: Final = (
     )),
     ("free", None, (_pointer,)),
     ("step", _problem, (_pointer, ctypes.POINTER(RawBatch), _u64)),
+    ("draw", _problem, (ctypes.POINTER(RawDraw), _u64)),
 )  # fmt: skip
 
 
