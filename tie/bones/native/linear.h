@@ -16,7 +16,8 @@ namespace tie {
 constexpr int kRowsAtOnce = kRegisters / 4;
 constexpr int kTilesAtOnce = 32;  // at most, in one call of multiply()
 // Weights are asked for so many bytes before they are read: with what processors fetch by themselves, steps of several
-// rows take up to half as long again. (bfloat16 and one or two rows: so little is done with each byte that it costs.)
+// rows take up to half as long again. (Of one or two rows it costs, where a weight has 8 bits or more: so little is done with
+// each byte.)
 constexpr int kFetchAhead = 8192;
 
 // Rows of activations as the kernels read them. Blocks of up to kSlots rows lie interleaved, group by group, so that
@@ -95,7 +96,7 @@ TIE_INLINE void strip_few_bits(const uint8_t* codes, const uint8_t* scales, int 
 #pragma GCC unroll 8
     for (int i = 0; i < (kFour ? 4 : 8); ++i) {
       const Words both = read<Words>(codes + i * kVectorBytes);
-      __builtin_prefetch(codes + i * kVectorBytes + kFetchAhead);
+      if (kFour || N > 2) __builtin_prefetch(codes + i * kVectorBytes + kFetchAhead);
       const Words low = kFour ? both & 0x0f0f0f0fu : offset_bytes(both), high = both >> 4 & 0x0f0f0f0fu;
       for (int n = 0; n < N; ++n) {
         const uint8_t* values = x + n * kGroup + i * (kFour ? 8 : 4);
@@ -103,7 +104,7 @@ TIE_INLINE void strip_few_bits(const uint8_t* codes, const uint8_t* scales, int 
         if (kFour) dots[n] = dot_nibbles(dots[n], high, all_words(values + 4));
       }
     }
-    __builtin_prefetch(scales + kFetchAhead);
+    if (kFour || N > 2) __builtin_prefetch(scales + kFetchAhead);
     const Floats scale = load_f16(scales);
     const Floats least = kFour ? load_f16(scales + 2 * kTileRows) : scale * -kByteOffset;
     for (int n = 0; n < N; ++n) {
