@@ -68,7 +68,8 @@ class BufferPool:
     def refill(self) -> None:
         """Has what was taken made anew. Call it when there is nothing else to do: it is as much work as was saved."""
         with self._changed:
-            self._filling = True
+            # Decided here: what is taken a moment later is not made beside the transfer that took it.
+            self._filling = len(self._ready) < self._spare
             self._changed.notify()
 
     def close(self) -> None:
@@ -88,15 +89,13 @@ class BufferPool:
                 if self._closed:
                     return
                 self._filling = False
-                if len(self._ready) >= self._spare:
-                    continue
             try:
                 descriptor = _populated(self._name, self._size)
             except OSError:
                 continue  # no memory: the next refill tries again, be it one that came meanwhile
             with self._changed:
                 self._ready.append(descriptor)
-                self._filling = True
+                self._filling = len(self._ready) < self._spare
 
 
 def _populated(name: str, size: int) -> int:

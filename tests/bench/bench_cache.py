@@ -4,8 +4,7 @@
 
 Every figure is a median, and stands beside a plain copy and a raw AES-256-GCM of the same size in the same round: on a
 shared machine only the ratios mean something, whose least and most are printed as well. Processes are real: the other
-end of each transfer is another one. Each end has a core of its own (`--free`: where the scheduler puts it, which on an
-idle guest may be the other end's).
+end of each transfer is another one.
 """
 
 import argparse
@@ -40,8 +39,6 @@ BLOCK = 368_640  # SmolLM2-135M in bfloat16: 16 tokens, 30 layers, 3 heads of 64
 TOKENS = 16
 GB = 1e9
 SETTLE_S = 0.4
-CORES = sorted(os.sched_getaffinity(0))
-APART = len(CORES) > 1 and "--free" not in sys.argv
 
 TAKE = """
 import mmap, sys, time
@@ -107,8 +104,6 @@ def peer(code: str, *arguments: object) -> tuple[Channel, "subprocess.Popen[byte
     ours, theirs = Channel.pair()
     command = [sys.executable, "-c", code, str(theirs.fileno()), *map(str, arguments)]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-    if APART:
-        os.sched_setaffinity(process.pid, CORES[-1:])
     theirs.close()
     return ours, process
 
@@ -364,7 +359,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--free", action="store_true", help="leave it to the scheduler where both ends run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tie-bench-", dir="/tmp") as directory:
         table = node_config.StoreConfig(
@@ -378,8 +372,6 @@ def main() -> None:
         try:
             while not config.sockets.store_control.exists():
                 time.sleep(0.05)
-            if APART:
-                os.sched_setaffinity(0, CORES[:1])
             with StoreClient(config.sockets.store, timeout=60) as store:
                 run(arguments.mib, arguments.repeats, store)
         finally:

@@ -56,6 +56,28 @@ def test_a_refill_asked_for_while_one_fails_is_not_forgotten(monkeypatch):
         pool.close()
 
 
+def test_a_full_pool_that_is_told_to_refill_makes_nothing_beside_the_transfer_that_takes(monkeypatch):
+    made = threading.Semaphore(0)
+    populated = pools._populated
+
+    def counted(name: str, size: int) -> int:
+        made.release()
+        return populated(name, size)
+
+    monkeypatch.setattr(pools, "_populated", counted)
+    pool = BufferPool(PAGE, spare=1)
+    try:
+        wait_for(lambda: pool.ready)
+        assert made.acquire(timeout=10)
+        pool.refill()
+        os.close(pool.take(PAGE))
+        assert not made.acquire(timeout=0.05)
+        pool.refill()
+        wait_for(lambda: pool.ready)
+    finally:
+        pool.close()
+
+
 def test_a_pool_makes_what_it_does_not_keep():
     before = open_descriptors()
     pool = BufferPool(PAGE, spare=1)
