@@ -6,15 +6,41 @@ generates. A job: "gguf" and "hf" (the same weights), "threads", "tasks" and "ro
 """
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Generates greedily for all prompts at once, to exactly so many tokens each, ignoring ends.
-Generate = Callable[[Sequence[Sequence[int]], int], None]
+Heard = Callable[[int, float, int], None]
+"""Takes the place of a prompt, a time, and how many tokens of its answer have come then."""
+
+Generate = Callable[[Sequence[Sequence[int]], int, Heard], None]
+"""Generates greedily for all prompts at once, to exactly so many tokens each, ignoring ends, and tells as they come."""
+
+
+class Answers:
+    """What was heard of some answers. The clock is the caller's."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[int, float, int]] = []
+
+    def heard(self, prompt: int, at: float, tokens: int) -> None:
+        """See `Heard`."""
+        self._events.append((prompt, at, tokens))
+
+    def speed(self) -> float:
+        """Tokens a second while all answers came: after the last one's first, up to the end of the first to end.
+
+        How an engine shares a step between some prompts and others' answers is not measured by this.
+        """
+        times: dict[int, list[float]] = {}
+        for prompt, at, _ in self._events:
+            times.setdefault(prompt, []).append(at)
+        begin, end = max(map(min, times.values())), min(map(max, times.values()))
+        if begin >= end:
+            raise SystemExit("answers are too short: one had ended before another began")
+        return sum(tokens for _, at, tokens in self._events if begin < at <= end) / (end - begin)
 
 
 def job() -> dict[str, Any]:
@@ -26,27 +52,17 @@ def job() -> dict[str, Any]:
 def report(name: str, job: dict[str, Any], generate: Generate) -> None:
     """Measures, and prints what came out: tokens a second for each task, one value for each round.
 
-    Of prompts: their tokens by the time to the first token of each. Of answers: the tokens of the second half of ones
-    twice as long, by the time that they add to the first half. By then all prompts are through: how an engine shares a
-    step between some prompts and others' answers is not what is measured.
+    Of prompts: their tokens by the time to the first token of each. Of answers: see `Answers.speed`.
     """
 
-    def seconds(prompts: Sequence[Sequence[int]], tokens: int) -> float:
-        begun = time.perf_counter()
-        generate(prompts, tokens)
-        return time.perf_counter() - begun
+    def speed(prompts: Sequence[Sequence[int]], tokens: int) -> float:
+        answers, begun = Answers(), time.perf_counter()
+        generate(prompts, tokens or 1, answers.heard)
+        return answers.speed() if tokens else sum(map(len, prompts)) / (time.perf_counter() - begun)
 
     results = {}
     for task in job["tasks"]:
-        prompts, tokens = task["prompts"], task["tokens"]
-        seconds(prompts, max(1, tokens))  # warms up: all of it, or what is mapped but not read yet counts
-        if tokens == 0:
-            total = sum(map(len, prompts))
-            results[task["name"]] = [total / seconds(prompts, 1) for _ in range(job["rounds"])]
-        else:
-            halves = [(seconds(prompts, tokens), seconds(prompts, 2 * tokens)) for _ in range(job["rounds"])]
-            half = statistics.median(first for first, _ in halves)
-            times = [whole - half for _, whole in halves]
-            results[task["name"]] = [len(prompts) * tokens / taken for taken in times]
+        speed(task["prompts"], task["tokens"])  # warms up: all of it, or what is mapped but not read yet counts
+        results[task["name"]] = [speed(task["prompts"], task["tokens"]) for _ in range(job["rounds"])]
     # The marker tells the result from whatever an engine prints.
     print("RESULT " + json.dumps({"name": name, "tasks": results}), flush=True)

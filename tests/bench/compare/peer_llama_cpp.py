@@ -5,12 +5,13 @@ The high-level class of the package runs one sequence at a time, so the batch is
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import llama_cpp as llama
 import numpy as np
-from measuring import job, report
+from measuring import Heard, job, report
 
 _UBATCH = 512
 
@@ -46,7 +47,7 @@ class Batched:
         self._batch = llama.llama_batch_init(params.n_batch, 0, 1)
         self._room = (sequences, tokens)
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, heard: Heard) -> None:
         """See `measuring.Generate`."""
         self._make_room(len(prompts), len(prompts[0]) + 64 * (tokens // 64 + 1))
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
@@ -55,10 +56,11 @@ class Batched:
             for sequence, prompt in enumerate(prompts)
             for position, token in enumerate(prompt)
         ]
-        newest = self._decode(rows)
-        for step in range(1, tokens):
-            length = len(prompts[0]) + step - 1
-            newest = self._decode([(token, length, sequence, True) for sequence, token in enumerate(newest)])
+        for length in range(len(prompts[0]), len(prompts[0]) + tokens):
+            newest = self._decode(rows)
+            for sequence in range(len(prompts)):
+                heard(sequence, time.perf_counter(), 1)
+            rows = [(token, length, sequence, True) for sequence, token in enumerate(newest)]
 
     def _decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> list[int]:
         """Computes rows of (token, position, sequence, wanted); the likeliest token of each wanted row."""

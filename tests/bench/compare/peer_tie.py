@@ -7,9 +7,10 @@ none, and greedy answers to random prompts repeat themselves.
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from measuring import job, report
+from measuring import Heard, job, report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # engine_target is a module of the benchmarks beside this folder
 
@@ -28,15 +29,17 @@ def main() -> None:
     with running(Path(asked["bundle"]), overrides) as (service, _):
         target = EngineTarget(service.engine)
 
-        async def all_at_once(prompts: Sequence[Sequence[int]], tokens: int) -> None:
+        async def all_at_once(prompts: Sequence[Sequence[int]], tokens: int, heard: Heard) -> None:
             requests = [
                 runtime_pb2.GenerateRequest(token_ids=prompt, max_tokens=tokens, ignore_eos=True) for prompt in prompts
             ]
-            usages = await asyncio.gather(*(target.generate(request, lambda _at, _count: None) for request in requests))
+            usages = await asyncio.gather(
+                *(target.generate(request, partial(heard, number)) for number, request in enumerate(requests))
+            )
             if any(usage.completion_tokens != tokens for usage in usages):
                 raise SystemExit("an answer has another length than was asked")
 
-        report(f"TIE, {weights}", asked, lambda prompts, tokens: asyncio.run(all_at_once(prompts, tokens)))
+        report(f"TIE, {weights}", asked, lambda *of: asyncio.run(all_at_once(*of)))
 
 
 if __name__ == "__main__":

@@ -42,11 +42,11 @@ PEERS: dict[str, tuple[tuple[str, ...], str, list[str]]] = {
 }
 # Name, number of prompts, their tokens, tokens of each answer (0: the prompts are what is measured).
 TASKS = (
-    ("decode, 1 stream", 1, 64, 64),
-    ("decode, 8 streams", 8, 64, 64),
-    ("decode, 16 streams", 16, 64, 64),
-    ("decode, 1 stream at 1,000 tokens", 1, 1000, 48),
-    ("decode, 8 streams at 1,000 tokens", 8, 1000, 48),
+    ("decode, 1 stream", 1, 64, 128),
+    ("decode, 8 streams", 8, 64, 128),
+    ("decode, 16 streams", 16, 64, 128),
+    ("decode, 1 stream at 1,000 tokens", 1, 1000, 96),
+    ("decode, 8 streams at 1,000 tokens", 8, 1000, 256),
     ("prefill of 512", 1, 512, 0),
     ("prefill of 2,048", 1, 2048, 0),
 )

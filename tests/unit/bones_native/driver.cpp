@@ -13,6 +13,7 @@
 
 #include "model.h"
 
+using tie::Batch;
 using tie::Format;
 using tie::Matrix;
 using tie::Shape;
@@ -21,18 +22,16 @@ namespace tie {
 struct Engine;
 }
 using Problem = const char*;
-struct RawBatch {  // as in api.cpp
-  const int64_t *counts, *starts, *table_sizes, *logit_counts, *tokens, *blocks, *copied;
-  float* logits;
-  int64_t slices, rows, table_blocks, copies, wanted, threads;
+struct RawTensor {  // as in api.cpp
+  const void* data;
+  uint64_t bytes;
+  int64_t format;
 };
 extern "C" {
-Problem tie_native_new(const Shape*, uint64_t, int32_t, int32_t, tie::Engine**);
+uint64_t tie_native_block_bytes(const Shape*, uint64_t);
+Problem tie_native_new(const Shape*, uint64_t, const RawTensor*, uint64_t, void*, uint64_t, int32_t, int32_t, tie::Engine**);
 void tie_native_free(tie::Engine*);
-uint64_t tie_native_block_bytes(const tie::Engine*);
-Problem tie_native_tensor(tie::Engine*, int32_t, int32_t, int32_t, const void*, uint64_t);
-Problem tie_native_cache(tie::Engine*, void*, uint64_t, int32_t);
-Problem tie_native_step(tie::Engine*, const RawBatch*, uint64_t);
+Problem tie_native_step(tie::Engine*, const Batch*, uint64_t);
 }
 
 namespace {
@@ -64,20 +63,47 @@ struct Subject {
 
   ~Subject() { tie_native_free(engine); }
 
-  void matrix(int role, int layer, Format format, int rows, int columns) {
-    const size_t bytes = Matrix(format, rows, columns).bytes();
+  std::vector<RawTensor> tensors;
+
+  void matrix(int rows, int columns) {
+    const int format = static_cast<int>(between(0, 2));
+    const size_t bytes = Matrix(static_cast<Format>(format), rows, columns).bytes();
     kept.push_back(memory(bytes, true));
-    require(tie_native_tensor(engine, role, layer, static_cast<int>(format), kept.back().get(), bytes - 64) != nullptr,
-            "a short matrix was taken");
-    require(tie_native_tensor(engine, role, layer, static_cast<int>(format), kept.back().get(), bytes) == nullptr,
-            "a matrix was refused");
+    tensors.push_back({kept.back().get(), bytes, format});
   }
-  void vector(int role, int layer, int count) {
+  void vector(int count) {
     const size_t bytes = static_cast<size_t>(tie::round_up(count, tie::kGroup)) * 4;
     kept.push_back(memory(bytes, false));
     float* values = reinterpret_cast<float*>(kept.back().get());
     for (int i = 0; i < count; ++i) values[i] = static_cast<float>(between(-100, 100)) / 100;
-    require(tie_native_tensor(engine, role, layer, 0, values, bytes) == nullptr, "a vector was refused");
+    tensors.push_back({values, bytes, 0});
+  }
+  void perhaps_vector(int count) {
+    if (between(0, 1))
+      vector(count);
+    else
+      tensors.push_back({});
+  }
+
+  Problem start(size_t count, size_t cache_bytes, int spins) {
+    return tie_native_new(&shape, sizeof shape, tensors.data(), count, kept.back().get(), cache_bytes, threads, spins,
+                          &engine);
+  }
+
+  // Makes the engine; and none where a tensor or the cache is not what it should be.
+  void start() {
+    const size_t cache_bytes = blocks * tie_native_block_bytes(&shape, sizeof shape);
+    kept.push_back(memory(cache_bytes, true));
+    const int spins = static_cast<int>(between(0, 200));
+    RawTensor& any = tensors[static_cast<size_t>(between(0, static_cast<int64_t>(tensors.size()) - 1))];
+    const RawTensor right = any;
+    any.bytes = right.data ? right.bytes - 64 : 64;
+    any.data = right.data ? right.data : tensors[0].data;
+    require(start(tensors.size(), cache_bytes, spins) != nullptr, "a tensor of another size was taken");
+    any = right;
+    require(start(tensors.size() - 1, cache_bytes, spins) != nullptr, "a model without its last tensor was taken");
+    require(start(tensors.size(), cache_bytes - 2, spins) != nullptr, "a short cache was taken");
+    require(start(tensors.size(), cache_bytes, spins) == nullptr, "a model was refused");
   }
 };
 
@@ -86,36 +112,28 @@ void make(Subject& s) {
   s.shape = {static_cast<int>(between(1, 90)), static_cast<int>(between(1, 90)), 2,
              kv_heads * static_cast<int>(between(1, 5)), kv_heads, 2 * static_cast<int>(between(1, 40)),
              static_cast<int>(between(1, 60)), 200, static_cast<int>(between(0, 1) * between(1, 100)),
-             static_cast<int>(between(0, 1)), 1e-5f};
+             1e-5f};
   s.blocks = static_cast<int>(between(1, 40));
   const Shape& shape = s.shape;
   s.threads = static_cast<int>(between(1, 3));
-  require(tie_native_new(&shape, sizeof shape, s.threads, static_cast<int>(between(0, 200)),
-                         &s.engine) == nullptr, "a shape was refused");
-  const auto format = [] { return static_cast<Format>(between(0, 2)); };
   const int inner = tie::round_up(shape.intermediate, tie::kGroup);
-  s.matrix(0, 0, format(), shape.vocab, shape.hidden);
-  s.matrix(1, 0, format(), shape.vocab, shape.hidden);
-  s.vector(6, 0, shape.head_dim / 2);
-  s.vector(7, 0, shape.hidden);
+  s.matrix(shape.vocab, shape.hidden);
+  s.matrix(shape.vocab, shape.hidden);
+  s.vector(shape.hidden);
+  s.vector(shape.head_dim / 2);
   for (int layer = 0; layer < shape.layers; ++layer) {
-    s.matrix(2, layer, format(), shape.qkv_width(), shape.hidden);
-    s.matrix(3, layer, format(), shape.hidden, shape.query_width());
-    s.matrix(4, layer, format(), 2 * inner, shape.hidden);
-    s.matrix(5, layer, format(), shape.hidden, inner);
-    s.vector(8, layer, shape.hidden);
-    s.vector(9, layer, shape.hidden);
-    if (between(0, 1)) s.vector(10, layer, shape.qkv_width());
-    if (between(0, 1)) s.vector(11, layer, shape.hidden);
-    if (shape.qk_norm) {
-      s.vector(12, layer, shape.head_dim);
-      s.vector(13, layer, shape.head_dim);
-    }
+    s.vector(shape.hidden);
+    s.matrix(shape.all_heads() * shape.whole_dim(), shape.hidden);
+    s.perhaps_vector(shape.all_heads() * shape.head_dim);
+    s.perhaps_vector(shape.head_dim);
+    s.perhaps_vector(shape.head_dim);
+    s.matrix(shape.hidden, shape.query_width());
+    s.perhaps_vector(shape.hidden);
+    s.vector(shape.hidden);
+    s.matrix(2 * inner, shape.hidden);
+    s.matrix(shape.hidden, inner);
   }
-  const size_t bytes = s.blocks * tie_native_block_bytes(s.engine);
-  s.kept.push_back(memory(bytes, true));
-  require(tie_native_cache(s.engine, s.kept.back().get(), bytes - 2, s.blocks) != nullptr, "a short cache was taken");
-  require(tie_native_cache(s.engine, s.kept.back().get(), bytes, s.blocks) == nullptr, "a cache was refused");
+  s.start();
 }
 
 // A batch that is mostly sound; `lies` chances in a hundred that any number is not. Whether it was carried out.
@@ -145,7 +163,7 @@ bool step(Subject& s, int lies) {
   for (int64_t count : logits) wanted += count > 0 && count < 100 ? count : 0;
   std::vector<float> out(static_cast<size_t>(wanted) * s.shape.vocab);
   float none;
-  const RawBatch batch{counts.data(), starts.data(), sizes.data(), logits.data(), tokens.data(), blocks.data(),
+  const Batch batch{counts.data(), starts.data(), sizes.data(), logits.data(), tokens.data(), blocks.data(),
                        copied.data(), out.empty() ? &none : out.data(), static_cast<int64_t>(counts.size()),
                        static_cast<int64_t>(tokens.size()), static_cast<int64_t>(blocks.size()),
                        static_cast<int64_t>(copied.size() / 2), wanted, maybe(between(1, s.threads))};

@@ -42,11 +42,7 @@ def test_says_what_it_is(make):
 
 def test_level_by_environment(make, monkeypatch):
     monkeypatch.setenv(library.LEVEL_VARIABLE, "portable")
-    library.load.cache_clear()
-    try:
-        assert make().name == "native-portable"
-    finally:
-        library.load.cache_clear()
+    assert make().name == "native-portable"
 
 
 def test_unknown_level(make):
@@ -175,10 +171,7 @@ def test_refuses_shapes_beyond_its_bounds(changes):
     }  # fmt: skip
     names = {"num_heads": "heads", "num_kv_heads": "kv_heads", "hidden_size": "hidden"}
     shape = library.Shape(**(fields | {names.get(name, name): value for name, value in changes.items()}))
-    native, engine = library.load(), ctypes.c_void_p()
-    problem = native.tie_native_new(ctypes.byref(shape), ctypes.sizeof(shape), 1, 0, ctypes.byref(engine))
-    assert b"shape" in problem
-    assert not engine
+    assert library.load(library.choose()).tie_native_block_bytes(ctypes.byref(shape), ctypes.sizeof(shape)) == 0
 
 
 @pytest.mark.parametrize(
@@ -190,7 +183,7 @@ def test_refuses_shapes_beyond_its_bounds(changes):
         (lambda tensors: tensors.update({"layers.0.qkv": np.tile(tensors["layers.0.qkv"], 2)}), "size"),
         (lambda tensors: tensors.update(norm=tensors["norm"][:-4]), "size"),
         (lambda tensors: tensors.update(norm=np.zeros(65 * 4, np.uint8)[4:]), "alignment"),
-        (lambda tensors: tensors.update(embedding=tensors["embedding"][::-1]), "contiguous"),
+        (lambda tensors: tensors.update(embedding=tensors["embedding"][::-1]), "alignment"),
     ],
 )
 def test_refuses_weights_that_are_not_the_models(make, change, message):
@@ -198,15 +191,34 @@ def test_refuses_weights_that_are_not_the_models(make, change, message):
         make(change=change)
 
 
-def test_a_step_before_the_weights_is_refused():
-    native, engine = library.load(), ctypes.c_void_p()
-    shape = library.Shape(64, 64, 1, 2, 1, 16, 9, 9, 0, 0, 1e-5)
-    assert native.tie_native_new(ctypes.byref(shape), ctypes.sizeof(shape), 1, 0, ctypes.byref(engine)) is None
-    numbers, logits = np.ones(1, dtype=np.int64), np.zeros(9, dtype=np.float32)
-    batch = library.RawBatch(*[numbers.ctypes.data] * 6, None, logits.ctypes.data, 1, 1, 1, 0, 1, 1)
-    assert b"are missing" in native.tie_native_step(engine, ctypes.byref(batch), ctypes.sizeof(batch))
-    assert b"is missing" in native.tie_native_step(engine, ctypes.byref(batch), 1)
-    native.tie_native_free(engine)
+def test_the_library_refuses_weights_and_pools_by_itself():
+    """What Python has seen to already: an engine that lacks anything is never made."""
+    native, made = library.load(library.choose()), ctypes.c_void_p()
+    shape = library.Shape(64, 64, 1, 2, 1, 16, 9, 9, 0, 1e-5)
+    size = native.tie_native_block_bytes(ctypes.byref(shape), ctypes.sizeof(shape))
+    memory = np.zeros(size + 128, np.uint8)
+    start = memory.ctypes.data + -memory.ctypes.data % 64
+
+    def new(count=14, cache=start, cache_bytes=size):
+        none = (library.Tensor * 15)()
+        return native.tie_native_new(
+            ctypes.byref(shape), ctypes.sizeof(shape), none, count, cache, cache_bytes, 1, 0, ctypes.byref(made)
+        )
+
+    for count in (0, 1, 13, 14, 15):
+        assert b"the weights have another size" in new(count)
+    assert b"pool" in new(cache=start + 2)
+    assert b"pool" in new(cache_bytes=size - 1)
+    assert b"pool" in new(cache_bytes=0)
+    assert b"is missing" in new(cache=None)
+    assert not made
+
+
+def test_a_call_without_an_engine_or_a_batch_is_refused(make):
+    native, batch = library.load(library.choose()), library.RawBatch()
+    executor = make()
+    for engine, size in ((None, ctypes.sizeof(batch)), (executor._engine, 1), (executor._engine, ctypes.sizeof(batch))):
+        assert b"is missing" in native.tie_native_step(engine, ctypes.byref(batch), size)
 
 
 def test_threads_end_with_the_executor(make):

@@ -8,7 +8,6 @@ import mmap
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -27,11 +26,17 @@ from tie.bones.rope import rope_frequencies
 SPINS: Final = 4000
 """How often a thread that waits for the others looks before it sleeps: some tens of microseconds."""
 
-_ROLES: Final = (  # as in api.cpp
-    "embedding", "head", "qkv", "output", "gate_up", "down", "frequencies", "norm", "attention_norm",
-    "feed_forward_norm", "qkv_bias", "output_bias", "query_norm", "key_norm",
+TENSORS: Final = ("embedding", "head", "norm", "frequencies")
+LAYER_TENSORS: Final = (
+    "attention_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "output", "output_bias", "feed_forward_norm",
+    "gate_up", "down",
 )  # fmt: skip
+"""What the library takes of a model and then of each layer, in this order: as in api.cpp."""
 
+LINE: Final = 64
+"""Bytes of a cache line, on which packed tensors begin."""
+
+Array = npt.NDArray[np.generic]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
@@ -77,33 +82,33 @@ class NativeExecutor(HostBlocks):
         self.config = config
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        self._library = library.load(level)
-        self.level = self._library.tie_native_level().decode()
+        self.level = library.choose(level)
+        self._library = library.load(self.level)
         self.name = f"native-{self.level}"
         self.layout_id = f"native-{weights}"
         self._engine = ctypes.c_void_p()
         shape = library.Shape(
             config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
-            config.head_dim, config.vocab_size, config.context_tokens, config.sliding_window or 0, config.qk_norm,
+            config.head_dim, config.vocab_size, config.context_tokens, config.sliding_window or 0,
             config.rms_norm_eps,
         )  # fmt: skip
-        _check(
-            self._library.tie_native_new(
-                ctypes.byref(shape), ctypes.sizeof(shape), threads, SPINS, ctypes.byref(self._engine)
-            ),
-            InputError,
-        )
-        self._threads = StepThreads(threads, adapt=adapt)
-        self._kept: list[object] = []  # what the engine points to
-        self._take_weights(tensors)
-        self.block_bytes = int(self._library.tie_native_block_bytes(self._engine))
+        self.block_bytes = self._library.tie_native_block_bytes(ctypes.byref(shape), ctypes.sizeof(shape))
+        if not self.block_bytes:
+            raise InputError("the model's shape is not one that the native library can run")
+        self._weights, raw = _weights(config, tensors)  # what the engine points to; and where
         # Anonymous memory: zero, on pages of its own, and taken from the machine only when it is first written.
         # In huge pages where the kernel has them: a step reads all of a sequence's blocks, an import writes them.
         self._pool = mmap.mmap(-1, num_blocks * self.block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel that has none
             self._pool.madvise(mmap.MADV_HUGEPAGE)
         pool = np.frombuffer(self._pool, np.uint8)
-        _check(self._library.tie_native_cache(self._engine, pool.ctypes.data, pool.nbytes, num_blocks), InputError)
+        _check(
+            self._library.tie_native_new(
+                ctypes.byref(shape), ctypes.sizeof(shape), raw, len(raw), pool.ctypes.data, pool.nbytes, threads, SPINS,
+                ctypes.byref(self._engine),
+            )
+        )  # fmt: skip
+        self._threads = StepThreads(threads, adapt=adapt)
 
     def __del__(self) -> None:
         """Ends the threads."""
@@ -153,44 +158,45 @@ class NativeExecutor(HostBlocks):
             threads,
         )  # fmt: skip
         began = time.perf_counter()
-        _check(self._library.tie_native_step(self._engine, ctypes.byref(raw), ctypes.sizeof(raw)), InputError)
+        _check(self._library.tie_native_step(self._engine, ctypes.byref(raw), ctypes.sizeof(raw)))
         self._threads.record(len(slices), len(all_tokens), threads, time.perf_counter() - began)
         return logits
 
-    def _take_weights(self, tensors: Mapping[str, Bytes]) -> None:
-        taken = set()
-        for item in layout(self.config, "bf16"):
-            if item.name not in tensors:
-                raise WeightsError(f"the tensor {item.name} is missing")
-            taken.add(item.name)
-            self._take(item, tensors[item.name])
-            if item.name == "embedding" and isinstance(item, PackedMatrix) and self.config.tie_word_embeddings:
-                self._take(replace(item, name="head"), tensors["embedding"])
-        if extra := len(tensors.keys() - taken):
-            raise WeightsError(f"there are {extra} tensors that a model of this configuration does not have")
-        frequencies = rope_frequencies(self.config)
-        padded = np.zeros(-(-len(frequencies) // GROUP) * GROUP + 16, dtype=np.float32)
-        padded = padded[-padded.ctypes.data % 64 // 4 :][: len(padded) - 16]
-        padded[: len(frequencies)] = frequencies
-        self._take(PackedVector("frequencies", (), len(padded)), padded.view(np.uint8))
 
-    def _take(self, item: PackedMatrix | PackedVector, data: Bytes) -> None:
-        """Tells the engine where one tensor lies."""
-        place, _, role = item.name.rpartition(".")
-        layer = int(place.removeprefix("layers.")) if place else 0
-        if not data.flags.c_contiguous:
-            raise WeightsError(f"the tensor {item.name} is not contiguous")
-        stored = item.weights_of(data.nbytes) or item.weights if isinstance(item, PackedMatrix) else "bf16"
-        problem = self._library.tie_native_tensor(
-            self._engine, _ROLES.index(role), layer, FORMATS[stored], data.ctypes.data, data.nbytes
-        )
-        _check(problem, WeightsError)
-        self._kept.append(data)
+def _weights(config: ModelConfig, tensors: Mapping[str, Bytes]) -> tuple[list[Array], ctypes.Array[library.Tensor]]:
+    """All tensors, and where they lie, in the library's order."""
+    found = {item.name: _tensor(item, tensors.get(item.name)) for item in layout(config, "bf16")}
+    if extra := len(tensors.keys() - found.keys()):
+        raise WeightsError(f"there are {extra} tensors that a model of this configuration does not have")
+    frequencies = _on_a_line(rope_frequencies(config))
+    found["frequencies"] = library.Tensor(frequencies.ctypes.data, frequencies.nbytes, 0)
+    if config.tie_word_embeddings:
+        found["head"] = found["embedding"]
+    names = [*TENSORS, *(f"layers.{n}.{name}" for n in range(config.num_layers) for name in LAYER_TENSORS)]
+    raw = (library.Tensor * len(names))(*(found.get(name, library.Tensor()) for name in names))
+    return [*tensors.values(), frequencies], raw
 
 
-def _check(problem: bytes | None, error: type[InputError] | type[WeightsError]) -> None:
+def _tensor(item: PackedMatrix | PackedVector, data: Bytes | None) -> library.Tensor:
+    if data is None:
+        raise WeightsError(f"the tensor {item.name} is missing")
+    stored = item.weights_of(data.nbytes)
+    if stored is None or data.ctypes.data % LINE or not data.flags.c_contiguous:
+        raise WeightsError(f"the tensor {item.name} has another size or alignment than the model needs")
+    return library.Tensor(data.ctypes.data, data.nbytes, FORMATS[stored])
+
+
+def _on_a_line(values: Floats) -> Floats:
+    """A vector as packed ones are: padded with zeros, and from a cache line on."""
+    room = np.zeros(-(-len(values) // GROUP) * GROUP + LINE // 4, dtype=np.float32)
+    line = room[-room.ctypes.data % LINE // 4 :][: len(room) - LINE // 4]
+    line[: len(values)] = values
+    return line
+
+
+def _check(problem: bytes | None) -> None:
     if problem is not None:
-        raise error(problem.decode())
+        raise InputError(problem.decode())
 
 
 def _numbers(values: Sequence[int] | Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:

@@ -2,11 +2,10 @@
 //
 // All members of the team run `Forward::run` side by side and meet after each phase:
 //
-//   embed, angles | per layer:  norm, QKV | (file keys and values) | attention | output, + | norm, gate-up | down, + |
-//   norm, head
+//   embed, angles | per layer:  norm, QKV | attention | output, + | norm, gate-up | down, + |   norm, head
 //
-// A phase's result is made where the next phase wants it: attention's last task on some rows turns them into activations
-// for the output projection, and gate-up into those for the down projection.
+// A phase's result is made where the next phase wants it: QKV files keys and values in the cache, attention's last task
+// on some rows turns them into activations for the output projection, and gate-up into those for the down projection.
 #include "forward.h"
 
 #include <algorithm>
@@ -16,115 +15,145 @@
 namespace tie {
 namespace {
 
-// Rows of one slice that attend together, and the blocks that they see.
+struct Row {
+  int token, position;
+  const int64_t* blocks;  // its sequence's table
+};
+
+// Rows of one slice that attend together, and the blocks of its table that they see.
 struct Piece {
-  int slice, row, rows;
-  int first_block, last_block;  // of the slice's table
-  int splits;                   // among how many tasks, for each key head
-  size_t part;                  // where its parts begin
+  int row, rows;
+  int first_block, last_block;
 };
 
-struct AttentionTask {
-  int piece, head, split;
-};
-
+constexpr int kGroupTiles = 2 * kGroup / kTileRows;  // of gate and up projection, for a group of their product
 constexpr int kOwnRows = 4;  // up to so many rows, every member normalises all of them for itself: cheaper than to meet
 
 class Forward {
  public:
-  Forward(const Model& model, const Step& step, Workspace& space, Team& team)
-      : model_(model), shape_(model.shape), step_(step), team_(team), size_(part_size(shape_)) {
+  Forward(const Model& model, const Batch& batch, Workspace& space, Team& team)
+      : model_(model), shape_(model.shape), batch_(batch), team_(team), size_(part_size(shape_)) {
+    take_rows();
     hidden_ = round_up(shape_.hidden, kGroup);
-    qkv_ = round_up(shape_.qkv_width(), kTileRows);
     row_floats_ = round_up(std::max(shape_.hidden, shape_.query_width()), kGroup);
-    const size_t rows = step.rows, members = step.threads;
+    const size_t rows = rows_.size(), members = batch.threads;
+    space.begin();
     residual_ = space.take<float>(rows * hidden_);
-    qkv_rows_ = space.take<float>(rows * qkv_);
+    queries_ = space.take<uint16_t>(rows * shape_.heads * shape_.whole_dim());
     angles_ = space.take<float>(rows * shape_.head_dim);
     member_rows_ = space.take<float>(members * row_floats_);
     scratch_ = space.take<AttentionScratch>(members);
-    input_ = room(space, shape_.hidden, step.threads);
+    input_ = room(space, shape_.hidden, members);
     mixed_ = room(space, shape_.query_width());
     inner_ = room(space, shape_.intermediate);
-    plan_attention(space);
+    parts_ = space.take<float>(rows * splits_ * shape_.heads * size_);
   }
 
   void run(int member) {
-    team_.share(step_.rows, 1, [&](int first, int last) {
+    team_.share(rows(), 1, [&](int first, int last) {
       for (int row = first; row < last; ++row) begin_row(row);
     });
     for (int number = 0; number < shape_.layers; ++number) {
       const Layer& layer = model_.layers[number];
-      Activations x = normalised(member, step_.rows, nullptr, layer.attention_norm, layer.qkv);
-      team_.share(layer.qkv.tiles, grain(layer.qkv.tiles), [&](int first, int last) {
-        multiply(layer.qkv, first, last, x, step_.rows, [&](int row, int tile, F out) {
-          if (layer.qkv_bias) out = out + load(layer.qkv_bias + tile * kTileRows);
-          store(qkv_row(row) + tile * kTileRows, out);
-        });
+      Activations x = normalised(member, rows(), nullptr, layer.attention_norm, layer.qkv);
+      team_.share(shape_.all_heads(), 1, [&](int head, int) {
+        const int tiles = shape_.whole_dim() / kTileRows;
+        multiply(layer.qkv, head * tiles, (head + 1) * tiles, x, rows(),
+                 [&](int row, float* values) { file(number, row, head, values); });
       });
-      if (!step_.alone) {
-        team_.share(step_.rows, 1, [&](int first, int last) {
-          for (int row = first; row < last; ++row)
-            for (int head = 0; head < shape_.kv_heads; ++head) file(number, row, head);
-        });
-      }
-      Activations mixed = mixed_.shaped(step_.rows, layer.output);
-      team_.share(task_count_, 1, [&](int first, int last) {
-        for (int task = first; task < last; ++task) attend_task(member, number, tasks_[task], mixed);
-      });
+      Activations mixed = mixed_.shaped(rows(), layer.output);
+      team_.share(static_cast<int>(pieces_.size()) * splits_ * shape_.kv_heads, 1,
+                  [&](int task, int) { attend_task(member, number, task, mixed); });
       add_product(layer.output, mixed, layer.output_bias);
 
-      x = normalised(member, step_.rows, nullptr, layer.feed_forward_norm, layer.gate_up);
-      Activations inner = inner_.shaped(step_.rows, layer.down);
-      team_.share(inner.groups, grain(inner.groups), [&](int first, int last) {
-        multiply_gated(layer.gate_up, first, last, x, step_.rows, inner);
+      x = normalised(member, rows(), nullptr, layer.feed_forward_norm, layer.gate_up);
+      Activations inner = inner_.shaped(rows(), layer.down);
+      team_.share(inner.groups, grain(inner.groups, kGroupTiles), [&](int first, int last) {
+        multiply(layer.gate_up, first * kGroupTiles, last * kGroupTiles, x, rows(), [&](int row, float* both) {
+          for (int group = first; group < last; ++group, both += 2 * kGroup) inner.put_group(row, group, gated(both));
+        });
       });
       add_product(layer.down, inner, nullptr);
     }
-    if (step_.wanted == 0) return;
+    if (wanted_.empty()) return;
     const Matrix& head = model_.head;
-    Activations x = normalised(member, step_.wanted, step_.wanted_rows, model_.norm, head);
+    Activations x = normalised(member, wanted(), wanted_.data(), model_.norm, head);
     team_.share(head.tiles, grain(head.tiles), [&](int first, int last) {
-      multiply(head, first, last, x, step_.wanted, [&](int row, int tile, F out) { put_logits(row, tile, out); });
+      const int from = first * kTileRows, count = std::min(last * kTileRows, shape_.vocab) - from;
+      multiply(head, first, last, x, wanted(), [&](int row, const float* logits) {
+        std::copy_n(logits, count, batch_.logits + static_cast<size_t>(row) * shape_.vocab + from);
+      });
     });
   }
 
  private:
+  int rows() const { return static_cast<int>(rows_.size()); }
+  int wanted() const { return static_cast<int>(wanted_.size()); }
+  int threads() const { return static_cast<int>(batch_.threads); }
+
+  // The batch as flat rows, and which of them attend together.
+  void take_rows() {
+    const int64_t *token = batch_.tokens, *blocks = batch_.blocks;
+    const int most = kQueries / shape_.group_size();  // rows in a piece
+    int longest = 0;
+    for (int64_t i = 0; i < batch_.slices; ++i) {
+      const int start = static_cast<int>(batch_.starts[i]), end = start + static_cast<int>(batch_.counts[i]);
+      for (int position = start; position < end; ++position, ++token) {
+        if ((position - start) % most == 0) {
+          const int count = std::min(end - position, most), last = (position + count - 1) / kBlockTokens + 1;
+          pieces_.push_back({rows(), count, shape_.first_key(position) / kBlockTokens, last});
+          longest = std::max(longest, last - pieces_.back().first_block);
+        }
+        if (position >= end - batch_.logit_counts[i]) wanted_.push_back(rows());
+        rows_.push_back({static_cast<int>(*token), position, blocks});
+      }
+      blocks += batch_.table_sizes[i];
+    }
+    finished_ = std::vector<std::atomic<int>>(pieces_.size());
+    // Contexts are split only where there are too few pieces to keep the whole team busy: all of it, however many work on
+    // this step, so that their number does not change the result; and into at least four blocks each.
+    const int tasks = static_cast<int>(pieces_.size()) * shape_.kv_heads;
+    splits_ = std::min((longest + 3) / 4, (4 * team_.threads() + tasks - 1) / tasks);
+  }
+
   // For the activations of all rows, whatever weights they meet; and for a block of each member's own.
-  Activations room(Workspace& space, int columns, int members = 0) const {
+  Activations room(Workspace& space, int columns, size_t members = 0) const {
     const int groups = round_up(columns, kGroup) / kGroup;
-    const size_t blocks = std::max(round_up(step_.rows, Activations::kSlots) / Activations::kSlots, members);
+    const size_t blocks = std::max((rows_.size() + Activations::kSlots - 1) / Activations::kSlots, members);
     const size_t slots = blocks * groups * Activations::kSlots;
     return {space.take<uint8_t>(slots * kGroup * sizeof(uint16_t)), space.take<float>(slots * 2), groups};
   }
 
-  // How many items a member takes at a time: few enough to end together, and, where many rows pass over them, to stay
-  // in the nearest cache.
-  int grain(int items) const {
-    return std::clamp(items / (8 * step_.threads), 1, step_.rows > Activations::kSlots ? 4 : 32);
+  // How many items of some tiles a member takes at a time: few enough to end together, and, where many rows pass over
+  // them, to stay in the nearest cache.
+  int grain(int items, int tiles = 1) const {
+    const int most = rows() > Activations::kSlots ? 4 : kTilesAtOnce;
+    return std::clamp(items / (8 * threads()), 1, most / tiles);
   }
 
   float* residual_row(int row) const { return residual_ + static_cast<size_t>(row) * hidden_; }
-  float* qkv_row(int row) const { return qkv_rows_ + static_cast<size_t>(row) * qkv_; }
+  uint16_t* query(int row, int head) const {
+    return queries_ + (static_cast<size_t>(row) * shape_.heads + head) * shape_.whole_dim();
+  }
   float* cosines(int row) const { return angles_ + static_cast<size_t>(row) * shape_.head_dim; }
 
   void begin_row(int row) {
-    unpack_row(model_.embedding, step_.tokens[row], residual_row(row));
+    unpack_row(model_.embedding, rows_[row].token, residual_row(row));
     const int half = shape_.head_dim / 2;
     float* cosine = cosines(row);
     for (int i = 0; i < half; ++i) {
-      const float angle = static_cast<float>(step_.positions[row]) * model_.frequencies[i];
+      const float angle = static_cast<float>(rows_[row].position) * model_.frequencies[i];
       cosine[i] = std::cos(angle);
       cosine[half + i] = std::sin(angle);
     }
   }
 
   // Rows of the residual stream, normalised, as activations for `weights`. `chosen`: which rows; null: all.
-  Activations normalised(int member, int rows, const int32_t* chosen, const float* norm, const Matrix& weights) {
+  Activations normalised(int member, int rows, const int* chosen, const float* norm, const Matrix& weights) {
     float* buffer = member_rows_ + static_cast<size_t>(member) * row_floats_;
     const auto put = [&](const Activations& to, int row) {
       normalise(residual_row(chosen ? chosen[row] : row), norm, buffer);
-      to.put_row(row, buffer);
+      to.put(row, buffer);
     };
     if (rows <= kOwnRows) {
       Activations own = input_.shaped(rows, weights, member);
@@ -139,181 +168,137 @@ class Forward {
   }
 
   void normalise(const float* x, const float* norm, float* out) const {
-    F squares = zero();
-    for (int i = 0; i < hidden_; i += kLanes) squares = fma(load(x + i), load(x + i), squares);  // padding is zero
-    const F factor = all(1 / std::sqrt(sum(squares) / static_cast<float>(shape_.hidden) + shape_.eps));
-    for (int i = 0; i < hidden_; i += kLanes) store(out + i, load(x + i) * factor * load(norm + i));
+    Floats squares{};
+    for (int i = 0; i < hidden_; i += kWidth) squares += load(x + i) * load(x + i);  // padding is zero
+    const float factor = 1 / std::sqrt(sum(squares) / static_cast<float>(shape_.hidden) + shape_.eps);
+    for (int i = 0; i < hidden_; i += kWidth) write(out + i, load(x + i) * factor * load(norm + i));
   }
 
   void add_product(const Matrix& weights, const Activations& x, const float* bias) {
     team_.share(weights.tiles, grain(weights.tiles), [&](int first, int last) {
-      multiply(weights, first, last, x, step_.rows, [&](int row, int tile, F out) {
-        if (bias) out = out + load(bias + tile * kTileRows);
-        float* to = residual_row(row) + tile * kTileRows;
-        store(to, load(to) + out);
+      multiply(weights, first, last, x, rows(), [&](int row, const float* out) {
+        float* to = residual_row(row);
+        for (int i = first * kTileRows; i < last * kTileRows; i += kWidth, out += kWidth)
+          write(to + i, load(to + i) + (bias ? load(out) + load(bias + i) : load(out)));
       });
     });
   }
 
-  void put_logits(int row, int tile, F out) const {
-    float* to = step_.logits + static_cast<size_t>(row) * shape_.vocab;
-    const int first = tile * kTileRows;
-    if (first + kTileRows <= shape_.vocab) return store(to + first, out);
-    float last[kLanes];
-    store(last, out);
-    std::memcpy(to + first, last, (shape_.vocab - first) * sizeof(float));
+  // silu(gate) * up for a group of columns, in place (Shazeer 2020, arXiv 2002.05202).
+  static const float* gated(float* both) {
+    for (int i = 0; i < kGroup; i += kWidth) {
+      const float* tiles = both + i + i / kTileRows * kTileRows;  // a tile of the gate, then one of the up projection
+      const Floats gate = load(tiles), up = load(tiles + kTileRows);
+      write(both + i, gate / (1 + exponential(-gate)) * up);
+    }
+    return both;
+  }
+
+  // Takes a head of a row as the product made it: a query is kept for attention, a key or a value goes into the cache.
+  void file(int number, int row, int head, float* x) const {
+    const Layer& layer = model_.layers[number];
+    const int dim = shape_.head_dim, key_head = head - shape_.heads, value_head = key_head - shape_.kv_heads;
+    if (layer.qkv_bias)
+      for (int i = 0; i < dim; ++i) x[i] += layer.qkv_bias[head * dim + i];
+    if (key_head < 0)
+      rotate(x, row, layer.query_norm, 1 / std::sqrt(static_cast<float>(dim)));
+    else if (value_head < 0)
+      rotate(x, row, layer.key_norm, 1);
+    alignas(64) uint16_t halves[kMaxHeadDim];
+    uint16_t* rounded = key_head < 0 ? query(row, head) : halves;
+    for (int i = 0; i < dim; i += kWidth) store_bf16(rounded + i, load(x + i));
+    if (key_head < 0) return;
+    const int position = rows_[row].position, token = position % kBlockTokens;
+    const int block = rows_[row].blocks[position / kBlockTokens];
+    if (value_head < 0) {
+      uint16_t* keys = model_.keys(block, number, key_head) + 2 * token;
+      for (int i = 0; i < dim; ++i) keys[i / 2 * 2 * kBlockTokens + i % 2] = halves[i];
+    } else {
+      uint16_t* values = model_.values(block, number, value_head) + token / 2 * 2 * shape_.whole_dim() + token % 2;
+      for (int i = 0; i < dim; ++i) values[2 * i] = halves[i];
+    }
   }
 
   // A head of queries or keys, normalised if the model does that, and rotated (Su et al. 2021, arXiv 2104.09864).
-  void rotate(const float* in, int row, const float* norm, float* out) const {
+  void rotate(float* x, int row, const float* norm, float scale) const {
     const int dim = shape_.head_dim, half = dim / 2;
     if (norm) {
       float squares = 0;
-      for (int i = 0; i < dim; ++i) squares += in[i] * in[i];
+      for (int i = 0; i < dim; ++i) squares += x[i] * x[i];
       const float factor = 1 / std::sqrt(squares / static_cast<float>(dim) + shape_.eps);
-      float normal[kMaxHeadDim];
-      for (int i = 0; i < dim; ++i) normal[i] = in[i] * factor * norm[i];
-      return rotate(normal, row, nullptr, out);
+      for (int i = 0; i < dim; ++i) x[i] *= factor * norm[i];
     }
     const float *cosine = cosines(row), *sine = cosine + half;
     for (int i = 0; i < half; ++i) {
-      const float a = in[i], b = in[half + i];
-      out[i] = a * cosine[i] - b * sine[i];
-      out[half + i] = b * cosine[i] + a * sine[i];
+      const float a = x[i] * scale, b = x[half + i] * scale;
+      x[i] = a * cosine[i] - b * sine[i];
+      x[half + i] = b * cosine[i] + a * sine[i];
     }
   }
 
-  // Files one row's key and value of one head.
-  void file(int number, int row, int head) const {
-    const int dim = shape_.head_dim, position = step_.positions[row];
-    const int block = step_.slice[step_.owners[row]].blocks[position / kBlockTokens], token = position % kBlockTokens;
-    const float* key = qkv_row(row) + shape_.query_width() + head * dim;
-    const float* value = key + shape_.kv_heads * dim;
-    float rotated[kMaxHeadDim];
-    rotate(key, row, model_.layers[number].key_norm, rotated);
-    uint16_t* keys = model_.keys(block, number, head) + 2 * token;
-    for (int i = 0; i < dim / 2; ++i, keys += 2 * kBlockTokens) {
-      keys[0] = float_to_bf16(rotated[2 * i]);
-      keys[1] = float_to_bf16(rotated[2 * i + 1]);
-    }
-    uint16_t* values = model_.values(block, number, head) + token / 2 * 2 * shape_.value_dim() + token % 2;
-    for (int i = 0; i < dim; ++i) values[2 * i] = float_to_bf16(value[i]);
-  }
-
-  void plan_attention(Workspace& space) {
-    const int group = shape_.group_size();
-    const int most = kQueries / group;  // rows in a piece
-    int count = 0;
-    for (int i = 0; i < step_.slices; ++i) count += (step_.slice[i].count + most - 1) / most;
-    pieces_ = space.take<Piece>(count);
-    finished_ = space.take<std::atomic<int>>(count);
-    // Split contexts only where there are too few pieces to keep the whole team busy: all of it, however many work on
-    // this step, so that their number does not change the result.
-    const int wish = (4 * team_.threads() + count * shape_.kv_heads - 1) / (count * shape_.kv_heads);
-    int made = 0, tasks = 0;
-    size_t parts = 0;
-    for (int i = 0; i < step_.slices; ++i) {
-      const Slice& slice = step_.slice[i];
-      for (int row = 0; row < slice.count; row += most) {
-        const int rows = std::min(slice.count - row, most);
-        const int first = slice.start + row, end = first + rows;
-        const int seen = shape_.window && first + 1 > shape_.window ? first + 1 - shape_.window : 0;
-        Piece piece{i, slice.row + row, rows, seen / kBlockTokens, (end + kBlockTokens - 1) / kBlockTokens, 1, parts};
-        piece.splits = std::min((piece.last_block - piece.first_block + 3) / 4, wish);  // of at least four blocks each
-        parts += static_cast<size_t>(piece.splits) * shape_.heads * rows * size_;
-        tasks += piece.splits * shape_.kv_heads;
-        pieces_[made++] = piece;
-      }
-    }
-    parts_ = space.take<float>(parts);
-    tasks_ = space.take<AttentionTask>(tasks);
-    for (int i = 0; i < count; ++i) {
-      finished_[i].store(0, std::memory_order_relaxed);
-      for (int split = 0; split < pieces_[i].splits; ++split)
-        for (int head = 0; head < shape_.kv_heads; ++head) tasks_[task_count_++] = {i, head, split};
-    }
-  }
-
-  void attend_task(int member, int number, const AttentionTask& task, const Activations& mixed) {
-    const Piece& piece = pieces_[task.piece];
+  // One key head's keys, or one of some parts of them, and all queries of a piece that share it.
+  void attend_task(int member, int number, int task, const Activations& mixed) {
+    const int head = task % shape_.kv_heads, split = task / shape_.kv_heads % splits_;
+    const int piece_number = task / shape_.kv_heads / splits_;
+    const Piece& piece = pieces_[piece_number];
     const int blocks = piece.last_block - piece.first_block, group = shape_.group_size();
-    const int first = piece.first_block + blocks * task.split / piece.splits;
-    const int last = piece.first_block + blocks * (task.split + 1) / piece.splits;
-    if (step_.alone && last == piece.last_block) file(number, piece.row, task.head);
-
     AttentionScratch& scratch = scratch_[member];
-    const float scale = 1 / std::sqrt(static_cast<float>(shape_.head_dim));
-    for (int row = 0; row < piece.rows; ++row) {
-      const int position = step_.positions[piece.row + row];
-      for (int i = 0; i < group; ++i) {
-        const int query = row * group + i;
-        float rotated[kMaxHeadDim];
-        rotate(qkv_row(piece.row + row) + (task.head * group + i) * shape_.head_dim, piece.row + row,
-               model_.layers[number].query_norm, rotated);
-        for (int d = 0; d < shape_.head_dim; ++d) scratch.queries[query][d] = float_to_bf16(rotated[d] * scale);
-        scratch.last_key[query] = position;
-        scratch.first_key[query] = shape_.window && position + 1 > shape_.window ? position + 1 - shape_.window : 0;
-      }
+    for (int i = 0; i < piece.rows * group; ++i) {
+      const int row = piece.row + i / group;
+      std::copy_n(query(row, head * group + i % group), shape_.head_dim, scratch.queries[i]);
+      scratch.position[i] = rows_[row].position;
     }
     const int queries = piece.rows * group;
     const size_t head_parts = static_cast<size_t>(queries) * size_, split_parts = shape_.kv_heads * head_parts;
-    float* parts = parts_ + piece.part;
-    attend(scratch, queries, model_, number, task.head, step_.slice[piece.slice].blocks, first, last,
-           parts + task.split * split_parts + task.head * head_parts);
+    float* parts = parts_ + static_cast<size_t>(piece.row) * splits_ * shape_.heads * size_;
+    attend(scratch, queries, model_, number, head, rows_[piece.row].blocks, piece.first_block + blocks * split / splits_,
+           piece.first_block + blocks * (split + 1) / splits_, parts + split * split_parts + head * head_parts);
 
-    const int tasks = piece.splits * shape_.kv_heads;
-    if (finished_[task.piece].fetch_add(1, std::memory_order_acq_rel) < tasks - 1) return;
-    finished_[task.piece].store(0, std::memory_order_relaxed);  // for the next layer
+    std::atomic<int>& finished = finished_[piece_number];
+    if (finished.fetch_add(1, std::memory_order_acq_rel) < splits_ * shape_.kv_heads - 1) return;
+    finished.store(0, std::memory_order_relaxed);  // for the next layer
     float* buffer = member_rows_ + static_cast<size_t>(member) * row_floats_;
     for (int i = shape_.query_width(); i < row_floats_; ++i) buffer[i] = 0;
     for (int row = 0; row < piece.rows; ++row) {
       for (int head = 0; head < shape_.heads; ++head)
-        merge(parts + head / group * head_parts + (row * group + head % group) * size_, piece.splits, split_parts,
+        merge(parts + head / group * head_parts + (row * group + head % group) * size_, splits_, split_parts,
               shape_.head_dim, buffer + head * shape_.head_dim);
-      mixed.put_row(piece.row + row, buffer);
+      mixed.put(piece.row + row, buffer);
     }
   }
 
   const Model& model_;
   const Shape& shape_;
-  const Step& step_;
+  const Batch& batch_;
   Team& team_;
   const int size_;  // of a part
-  int hidden_, qkv_, row_floats_;  // widths with padding
-  float *residual_, *qkv_rows_, *angles_, *parts_, *member_rows_;
+  std::vector<Row> rows_;
+  std::vector<int> wanted_;  // rows that need logits
+  std::vector<Piece> pieces_;
+  std::vector<std::atomic<int>> finished_;  // tasks of each piece
+  int splits_;                              // of each piece's keys
+  int hidden_, row_floats_;                 // widths with padding
+  float *residual_, *angles_, *parts_, *member_rows_;
+  uint16_t* queries_;  // [row][head][whole_dim], rotated and scaled
   Activations input_, mixed_, inner_;
   AttentionScratch* scratch_;
-  Piece* pieces_;
-  AttentionTask* tasks_;
-  std::atomic<int>* finished_;
-  int task_count_ = 0;
 };
-
-void copy_blocks(const Model& model, const Step& step) {
-  for (int i = 0; i < step.copies; ++i)
-    std::memmove(model.keys(static_cast<int>(step.copied[2 * i + 1]), 0, 0),
-                 model.keys(static_cast<int>(step.copied[2 * i]), 0, 0), model.shape.block_bytes());
-}
-
-// A block that a slice begins and does not fill still holds a former sequence's rows behind the new ones. They are
-// masked, but a masked value enters sums times zero, and zero times infinity is not a number.
-void clear_begun_blocks(const Model& model, const Step& step) {
-  for (int i = 0; i < step.slices; ++i) {
-    const Slice& slice = step.slice[i];
-    const int end = slice.start + slice.count, begun = end / kBlockTokens;
-    if (end % kBlockTokens && begun * kBlockTokens >= slice.start)
-      std::memset(model.keys(slice.blocks[begun], 0, 0), 0, model.shape.block_bytes());
-  }
-}
 
 }  // namespace
 
-void forward(const Model& model, const Step& step, Workspace& space, Team& team) {
-  Forward pass(model, step, space, team);
-  copy_blocks(model, step);
-  clear_begun_blocks(model, step);
-  auto body = [&](int member) { pass.run(member); };
-  team.run(step.threads, body);
+void forward(const Model& model, const Batch& batch, Workspace& space, Team& team) {
+  Forward pass(model, batch, space, team);
+  for (const int64_t* pair = batch.copied; pair != batch.copied + 2 * batch.copies; pair += 2)
+    std::memmove(model.keys(pair[1], 0, 0), model.keys(pair[0], 0, 0), model.shape.block_bytes());
+  // A block that a slice begins and does not fill still holds a former sequence's rows behind the new ones. They are
+  // masked, but a masked value enters sums times zero, and zero times infinity is not a number.
+  const int64_t* blocks = batch.blocks;
+  for (int64_t i = 0; i < batch.slices; blocks += batch.table_sizes[i++]) {
+    const int64_t end = batch.starts[i] + batch.counts[i], begun = end / kBlockTokens;
+    if (end % kBlockTokens && begun * kBlockTokens >= batch.starts[i])
+      std::memset(model.keys(blocks[begun], 0, 0), 0, model.shape.block_bytes());
+  }
+  team.run(static_cast<int>(batch.threads), [&](int member) { pass.run(member); });
 }
 
 }  // namespace tie

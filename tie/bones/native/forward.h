@@ -35,7 +35,7 @@ class Workspace {
   size_t next_ = 0;
 };
 
-// Runs a checked step. Throws std::bad_alloc before anything is changed.
-void forward(const Model& model, const Step& step, Workspace& space, Team& team);
+// Runs a checked batch. Throws std::bad_alloc before anything is changed.
+void forward(const Model& model, const Batch& batch, Workspace& space, Team& team);
 
 }  // namespace tie

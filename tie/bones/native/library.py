@@ -29,7 +29,7 @@ BLOCK_TOKENS: Final = 16
 LEVEL_VARIABLE: Final = "TIE_NATIVE_LEVEL"
 """Environment variable that chooses a level instead: for tests and measurements."""
 
-_BORDER: Final = 3  # as api.cpp has it
+_BORDER: Final = 4  # as api.cpp has it
 
 _i32, _i64, _u64, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 
@@ -40,14 +40,19 @@ class Shape(ctypes.Structure):
     _fields_ = (
         *((name, _i32) for name in (
             "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "context", "window",
-            "qk_norm",
         )),
         ("eps", ctypes.c_float),
     )  # fmt: skip
 
 
+class Tensor(ctypes.Structure):
+    """`tie::Tensor` of api.cpp, field by field."""
+
+    _fields_ = (("data", _pointer), ("bytes", _u64), ("format", _i64))
+
+
 class RawBatch(ctypes.Structure):
-    """`tie::Batch` of api.cpp, field by field."""
+    """`tie::Batch` of model.h, field by field."""
 
     _fields_ = (
         *((name, _pointer) for name in (
@@ -59,14 +64,14 @@ class RawBatch(ctypes.Structure):
 
 _problem = ctypes.c_char_p  # what is wrong; None: nothing
 _FUNCTIONS: Final = (
-    ("level", ctypes.c_char_p, ()),
-    ("new", _problem, (ctypes.POINTER(Shape), _u64, _i32, _i32, ctypes.POINTER(_pointer))),
+    ("block_bytes", _u64, (ctypes.POINTER(Shape), _u64)),
+    ("new", _problem, (
+        ctypes.POINTER(Shape), _u64, ctypes.POINTER(Tensor), _u64, _pointer, _u64, _i32, _i32,
+        ctypes.POINTER(_pointer),
+    )),
     ("free", None, (_pointer,)),
-    ("block_bytes", _u64, (_pointer,)),
-    ("tensor", _problem, (_pointer, _i32, _i32, _i32, _pointer, _u64)),
-    ("cache", _problem, (_pointer, _pointer, _u64, _i32)),
     ("step", _problem, (_pointer, ctypes.POINTER(RawBatch), _u64)),
-)
+)  # fmt: skip
 
 
 def levels() -> tuple[str, ...]:
@@ -84,14 +89,18 @@ def fast() -> bool:
     return any(level != "portable" for level in levels()) if LEVEL_VARIABLE not in os.environ else available()
 
 
+def choose(level: str | None = None) -> str:
+    """The level that is asked for, or that the environment asks for, or the best one."""
+    return level or os.environ.get(LEVEL_VARIABLE) or next(iter(levels()), "portable")
+
+
 @functools.cache
-def load(level: str | None = None) -> ctypes.CDLL:
-    """The library of a level, or of the best one (which the environment may override).
+def load(level: str) -> ctypes.CDLL:
+    """The library of a level.
 
     Raises:
         OSError: it is not built, or not from these sources, or this processor has not its instructions.
     """
-    level = level or os.environ.get(LEVEL_VARIABLE) or next(iter(levels()), "portable")
     path = _path(level) if level in LEVELS else None
     if path is None or not LEVELS[level] <= processor_flags():
         raise OSError(f"there is no native library of level {level} for this machine")

@@ -12,6 +12,13 @@
 
 namespace tie {
 
+// As many rows of activations meet a vector of weights as there are registers for sums.
+constexpr int kRowsAtOnce = kRegisters / 4;
+constexpr int kTilesAtOnce = 32;  // at most, in one call of multiply()
+// Weights are asked for so many bytes before they are read: with what processors fetch by themselves, steps of several
+// rows take up to half as long again. (bfloat16 and one or two rows: so little is done with each byte that it costs.)
+constexpr int kFetchAhead = 8192;
+
 // Rows of activations as the kernels read them. Blocks of up to kSlots rows lie interleaved, group by group, so that
 // every address within a block is one pointer plus a constant.
 struct Activations {
@@ -34,38 +41,35 @@ struct Activations {
   uint8_t* at(int block, int group, int slot) const {
     return data + ((static_cast<size_t>(block) * groups + group) * kSlots + slot) * kGroup * width;
   }
-  float* scale_at(int block, int group) const {
-    return scales + (static_cast<size_t>(block) * groups + group) * 2 * kSlots;
+  float* scale_at(int block, int group, int slot) const {
+    return scales + (static_cast<size_t>(block) * groups + group) * 2 * kSlots + slot;
   }
 
-  // Takes 32 values of a row.
-  TIE_INLINE void put_bf16(uint8_t* to, F a, F b) {
-    uint16_t halves[kGroup];
-    store_bf16(halves, a);
-    store_bf16(halves + kLanes, b);
-    std::memcpy(to, halves, sizeof halves);
+  // Takes a row, [groups][32].
+  void put(int row, const float* values) const {
+    for (int group = 0; group < groups; ++group, values += kGroup) put_group(row, group, values);
   }
-  TIE_INLINE void put_bytes(uint8_t* to, float* scale, F a, F b) {
-    const float most = largest(larger(magnitude(a), magnitude(b)));
-    const F inverse = all(most > 0 ? 127 / most : 0);
-    a = nearest(a * inverse);
-    b = nearest(b * inverse);
-    int8_t whole[kGroup];
-    store_i8(whole, a);
-    store_i8(whole + kLanes, b);
-    std::memcpy(to, whole, sizeof whole);
-    scale[0] = most / 127;
-    scale[kSlots] = scale[0] * sum(a + b);
-  }
-  void put(int row, int group, F a, F b) const {
+  void put_group(int row, int group, const float* values) const {
     const int block = row / block_rows, slot = row % block_rows;
-    if (width == 2)
-      put_bf16(at(block, group, slot), a, b);
-    else
-      put_bytes(at(block, group, slot), scale_at(block, group) + slot, a, b);
-  }
-  void put_row(int row, const float* values) const {
-    for (int group = 0; group < groups; ++group, values += kGroup) put(row, group, load(values), load(values + kLanes));
+    uint8_t* to = at(block, group, slot);
+    if (width == 2) {
+      for (int i = 0; i < kGroup; i += kWidth) store_bf16(reinterpret_cast<uint16_t*>(to) + i, load(values + i));
+      return;
+    }
+    Floats x[kGroup / kWidth], most{}, total{};
+    for (int i = 0; i < kGroup / kWidth; ++i) {
+      x[i] = load(values + i * kWidth);
+      most = larger(most, magnitude(x[i]));
+    }
+    const float limit = largest(most), inverse = limit > 0 ? 127 / limit : 0;
+    for (int i = 0; i < kGroup / kWidth; ++i) {
+      x[i] = nearest(x[i] * inverse);
+      store_i8(reinterpret_cast<int8_t*>(to) + i * kWidth, x[i]);
+      total += x[i];
+    }
+    float* scale = scale_at(block, group, slot);
+    scale[0] = limit / 127;
+    scale[kSlots] = scale[0] * sum(total);
   }
 };
 
@@ -80,140 +84,110 @@ TIE_INLINE void with_constant(int n, Function f) {
     with_constant<N - 1>(n, f);
 }
 
-// Each: out[n] = the tile times row n, one output row of the tile to a lane.
+// Each: out[n] = a strip of a tile, kWidth output rows, times row n of a block; one output to a lane.
 template <Format kFormat, int N>
-TIE_INLINE void tile_few_bits(const uint8_t* codes, const uint8_t* scales, int groups, const uint8_t* x,
-                              const float* xs, F (&out)[N]) {
+TIE_INLINE void strip_few_bits(const uint8_t* codes, const uint8_t* scales, int groups, const uint8_t* x,
+                               const float* xs, Floats (&out)[N]) {
   constexpr bool kFour = kFormat == Format::kQ4;
-  F sums[N];  // not `out` itself: that might lie where the weights are read, as far as the compiler knows
-  for (F& s : sums) s = zero();
+  Floats sums[N] = {};  // not `out` itself: that might lie where the weights are read, as far as the compiler knows
   for (int group = 0; group < groups; ++group) {
-    I dots[N];
-    for (I& dot : dots) dot = no_sum();
+    Ints dots[N] = {};
 #pragma GCC unroll 8
     for (int i = 0; i < (kFour ? 4 : 8); ++i) {
-      const B codes_here = bytes(codes + i * 64);
-      const B low = kFour ? low_nibbles(codes_here) : offset_bytes(codes_here), high = high_nibbles(codes_here);
+      const Words both = read<Words>(codes + i * kVectorBytes);
+      __builtin_prefetch(codes + i * kVectorBytes + kFetchAhead);
+      const Words low = kFour ? both & 0x0f0f0f0fu : offset_bytes(both), high = both >> 4 & 0x0f0f0f0fu;
       for (int n = 0; n < N; ++n) {
         const uint8_t* values = x + n * kGroup + i * (kFour ? 8 : 4);
-        dots[n] = kFour ? dot_nibbles(dots[n], low, values) : dot_bytes(dots[n], low, values);
-        if (kFour) dots[n] = dot_nibbles(dots[n], high, values + 4);
+        dots[n] = kFour ? dot_nibbles(dots[n], low, all_words(values)) : dot_bytes(dots[n], low, all_words(values));
+        if (kFour) dots[n] = dot_nibbles(dots[n], high, all_words(values + 4));
       }
     }
-    const F scale = load_f16(scales), least = kFour ? load_f16(scales + 2 * kLanes) : scale * all(-kByteOffset);
+    __builtin_prefetch(scales + kFetchAhead);
+    const Floats scale = load_f16(scales);
+    const Floats least = kFour ? load_f16(scales + 2 * kTileRows) : scale * -kByteOffset;
     for (int n = 0; n < N; ++n) {
-      sums[n] = fma(to_float(dots[n]), scale * all(xs[n]), sums[n]);
-      if (kFour || kByteOffset != 0) sums[n] = fma(least, all(xs[n + Activations::kSlots]), sums[n]);
+      sums[n] += __builtin_convertvector(dots[n], Floats) * (scale * xs[n]);
+      if (kFour || kByteOffset != 0) sums[n] += least * xs[n + Activations::kSlots];
     }
-    codes += (kFour ? 4 : 8) * 64;
-    scales += (kFour ? 4 : 2) * kLanes;
+    codes += (kFour ? 4 : 8) * kVectorBytes;
+    scales += (kFour ? 4 : 2) * kTileRows;
     x += Activations::kSlots * kGroup;
     xs += 2 * Activations::kSlots;
   }
-  for (int n = 0; n < N; ++n) out[n] = sums[n];
+  std::copy_n(sums, N, out);
 }
 
 // Not inlined: its many sums get registers of their own this way, and it is a third faster with many rows (GCC 12).
 template <int N>
-__attribute__((noinline)) void tile_bf16(const uint8_t* codes, int groups, const uint8_t* x, F (&out)[N]) {
+__attribute__((noinline)) void strip_bf16(const uint8_t* codes, int groups, const uint8_t* x, Floats (&out)[N]) {
   // Each product waits for the sum before it: with few rows, several sums run side by side.
-  constexpr int kChains = N <= 2 ? 4 : N <= 8 ? 2 : 1;
-  F sums[kChains][N];
-  for (auto& chain : sums)
-    for (F& s : chain) s = zero();
+  constexpr int kChains = N <= 2 ? 4 : 2;
+  Floats sums[kChains][N];
+  for (auto& chain : sums) std::fill_n(chain, N, Floats{});
   for (int group = 0; group < groups; ++group) {
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup / 2; ++i) {
-      const Pairs weights = pairs(reinterpret_cast<const uint16_t*>(codes + i * 64));
+      const Words weights = read<Words>(codes + i * kVectorBytes);
+      if (N > 2) __builtin_prefetch(codes + i * kVectorBytes + kFetchAhead);
       for (int n = 0; n < N; ++n)
-        sums[i % kChains][n] = dot_pairs(sums[i % kChains][n], weights, x + (n * kGroup + 2 * i) * 2);
+        sums[i % kChains][n] = dot_pairs(sums[i % kChains][n], weights, all_words(x + (n * kGroup + 2 * i) * 2));
     }
-    codes += kGroup / 2 * 64;
+    codes += kGroup / 2 * kVectorBytes;
     x += Activations::kSlots * kGroup * 2;
   }
   for (int n = 0; n < N; ++n) {
     out[n] = sums[0][n];
-    for (int chain = 1; chain < kChains; ++chain) out[n] = out[n] + sums[chain][n];
+    for (int chain = 1; chain < kChains; ++chain) out[n] += sums[chain][n];
   }
 }
 
+// N rows of a block times tiles first..last: out is [N][kTilesAtOnce * kTileRows].
 template <int N>
-TIE_INLINE void tile_times(const Matrix& w, int tile, const Activations& x, int block, int slot, F (&out)[N]) {
-  const uint8_t* codes = w.tile(tile);
-  const uint8_t* scales = codes + w.code_bytes();
+void tiles_times(const Matrix& w, int first, int last, const Activations& x, int block, int slot, float* out) {
   const uint8_t* values = x.at(block, 0, slot);
-  if (w.format == Format::kBf16)
-    tile_bf16(codes, w.groups(), values, out);
-  else if (w.format == Format::kQ4)
-    tile_few_bits<Format::kQ4>(codes, scales, w.groups(), values, x.scale_at(block, 0) + slot, out);
-  else
-    tile_few_bits<Format::kQ8>(codes, scales, w.groups(), values, x.scale_at(block, 0) + slot, out);
-}
-
-// Calls use(first_row, count as a constant, block, slot) for pieces of rows as large as registers allow.
-template <class Use>
-TIE_INLINE void for_rows(const Activations& x, int rows, Use use) {
-  for (int row = 0, block = 0; row < rows; row += x.block_rows, ++block) {
-    const int held = std::min(rows - row, x.block_rows);
-    for (int slot = 0; slot < held; slot += kRowsAtOnce) {
-      with_constant<kRowsAtOnce>(std::min(held - slot, kRowsAtOnce), [&](auto n) { use(row + slot, n, block, slot); });
-    }
+  const float* xs = x.scale_at(block, 0, slot);
+  for (int row = first * kTileRows; row < last * kTileRows; row += kWidth, out += kWidth) {
+    const uint8_t *codes = w.codes(row), *scales = w.scales(row);
+    Floats sums[N];
+    if (w.format == Format::kBf16)
+      strip_bf16(codes, w.groups(), values, sums);
+    else if (w.format == Format::kQ4)
+      strip_few_bits<Format::kQ4>(codes, scales, w.groups(), values, xs, sums);
+    else
+      strip_few_bits<Format::kQ8>(codes, scales, w.groups(), values, xs, sums);
+    for (int n = 0; n < N; ++n) write(out + n * kTilesAtOnce * kTileRows, sums[n]);
   }
 }
 
-// Calls use(row, tile, 16 outputs) for all rows and the tiles from first to last.
+// Calls use(row, its outputs) for each row; the outputs are those of tiles first..last, and may be written over.
 template <class Use>
 void multiply(const Matrix& w, int first, int last, const Activations& x, int rows, Use use) {
-  for_rows(x, rows, [&](int row, auto n, int block, int slot) {
-    F out[n()];
-    for (int tile = first; tile < last; ++tile) {
-      tile_times(w, tile, x, block, slot, out);
-      for (int i = 0; i < n(); ++i) use(row + i, tile, out[i]);
-    }
-  });
-}
-
-TIE_INLINE F swiglu(F gate, F up) { return gate / (all(1) + exponential(zero() - gate)) * up; }
-
-// Groups first..last of 32 columns of silu(gate x) * (up x), straight into the activations of the next product.
-inline void multiply_gated(const Matrix& w, int first, int last, const Activations& x, int rows,
-                           const Activations& result) {
-  for_rows(x, rows, [&](int row, auto n, int block, int slot) {
-    constexpr int kCount = n();
-    F gate[kCount], up[kCount], half[kCount];
-    for (int group = first; group < last; ++group) {
-      for (int side = 0; side < 2; ++side) {
-        const int tile = 4 * group + 2 * side;
-        tile_times(w, tile, x, block, slot, gate);
-        tile_times(w, tile + 1, x, block, slot, up);
-        for (int i = 0; i < kCount; ++i) {
-          const F both = swiglu(gate[i], up[i]);
-          if (side == 0)
-            half[i] = both;
-          else
-            result.put(row + i, group, half[i], both);
-        }
-      }
-    }
-  });
+  alignas(64) float out[kRowsAtOnce][kTilesAtOnce * kTileRows];
+  for (int row = 0; row < rows;) {
+    const int block = row / x.block_rows, slot = row % x.block_rows;
+    const int count = std::min({rows - row, x.block_rows - slot, kRowsAtOnce});
+    with_constant<kRowsAtOnce>(count, [&](auto n) { tiles_times<n()>(w, first, last, x, block, slot, out[0]); });
+    for (int i = 0; i < count; ++i, ++row) use(row, out[i]);
+  }
 }
 
 // One row of a matrix as floats, [w.columns]. For the embedding.
 inline void unpack_row(const Matrix& w, int row, float* out) {
-  const uint8_t* tile = w.tile(row / kTileRows);
-  const int lane = row % kTileRows, words = w.format == Format::kBf16 ? 2 : w.format == Format::kQ8 ? 4 : 8;
-  float scale[kLanes] = {}, least[kLanes] = {};
   for (int i = 0; i < w.columns; ++i) {
-    const uint8_t* word = tile + (static_cast<size_t>(i / words) * kTileRows + lane) * 4;  // of `words` values
-    const uint8_t* scales = tile + w.code_bytes() + i / kGroup * w.scale_bytes();
-    if (w.format == Format::kBf16) {
-      out[i] = bf16_to_float(read<uint16_t>(word + i % 2 * 2));
-      continue;
+    const auto word = [&](int values) { return w.codes(row) + static_cast<size_t>(i / values) * kVectorBytes; };
+    const auto scale = [&](int minimum) {
+      const uint8_t* scales = w.scales(row) + i / kGroup * w.scale_bytes();
+      return static_cast<float>(read<_Float16>(scales + minimum * kTileRows * 2));
+    };
+    if (w.format == Format::kQ4) {
+      out[i] = scale(0) * static_cast<float>(word(8)[i % 4] >> i / 4 % 2 * 4 & 15) + scale(1);
+    } else if (w.format == Format::kQ8) {
+      out[i] = scale(0) * static_cast<int8_t>(word(4)[i % 4]);
+    } else {
+      const uint32_t bits = static_cast<uint32_t>(read<uint16_t>(word(2) + i % 2 * 2)) << 16;
+      out[i] = read<float>(&bits);
     }
-    if (i % kGroup == 0) store(scale, load_f16(scales));
-    if (i % kGroup == 0 && w.format == Format::kQ4) store(least, load_f16(scales + 2 * kLanes));
-    const int code = w.format == Format::kQ8 ? static_cast<int8_t>(word[i % 4]) : word[i % 4] >> (i / 4 % 2 * 4) & 15;
-    out[i] = scale[lane] * static_cast<float>(code) + least[lane];
   }
 }
 

@@ -1,6 +1,7 @@
 // What a model is to the forward step: its shape, its weights where they lie, and the blocks of keys and values.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -9,6 +10,7 @@
 namespace tie {
 
 constexpr int kTileRows = 16;     // output rows of a matrix that are stored and computed together
+constexpr int kVectorBytes = 4 * kTileRows;  // four bytes of each row of a tile lie side by side
 constexpr int kGroup = 32;        // values along a row that share a scale
 constexpr int kBlockTokens = 16;  // tokens of a block of keys and values
 constexpr int kMaxHeadDim = 256;
@@ -19,20 +21,22 @@ constexpr int round_up(int value, int multiple) { return (value + multiple - 1) 
 // Filled in Python, field by field: see library.py.
 struct Shape {
   int32_t hidden, intermediate, layers, heads, kv_heads, head_dim, vocab, context;
-  int32_t window;   // tokens that a token attends to, itself included; 0: all
-  int32_t qk_norm;  // 1: queries and keys are normalised before they are rotated
-  float eps;        // of every RMSNorm
+  int32_t window;  // tokens that a token attends to, itself included; 0: all
+  float eps;       // of every RMSNorm
 
   int group_size() const { return heads / kv_heads; }
   int query_width() const { return heads * head_dim; }
-  int qkv_width() const { return (heads + 2 * kv_heads) * head_dim; }
-  int value_dim() const { return round_up(head_dim, kTileRows); }  // values are stored in whole vectors
+  int all_heads() const { return heads + 2 * kv_heads; }  // of queries, of keys, of values: as `qkv` makes them
+  int whole_dim() const { return round_up(head_dim, kTileRows); }  // a head's rows of `qkv`, and its values in a block
+
+  // The first position that a token attends to.
+  int first_key(int position) const { return window ? std::max(position + 1 - window, 0) : 0; }
 
   // A block holds, for every layer, [kv head] keys and [kv head] values, in bf16, in the order in which the kernels read:
   //   keys    [head_dim / 2][token][2]         16 tokens side by side, a pair of dimensions each
-  //   values  [token / 2][value_dim][2]        16 dimensions side by side, a pair of tokens each
+  //   values  [token / 2][whole_dim][2]        16 dimensions side by side, a pair of tokens each
   size_t key_values() const { return static_cast<size_t>(kBlockTokens) * head_dim; }
-  size_t value_values() const { return static_cast<size_t>(kBlockTokens) * value_dim(); }
+  size_t value_values() const { return static_cast<size_t>(kBlockTokens) * whole_dim(); }
   size_t layer_values() const { return kv_heads * (key_values() + value_values()); }
   size_t block_bytes() const { return layers * layer_values() * sizeof(uint16_t); }
 
@@ -42,11 +46,12 @@ struct Shape {
       if (count < 1 || count > kMost) return false;
     if (heads > 4096 || layers > 4096) return false;
     return heads % kv_heads == 0 && group_size() <= kMaxGroupSize && head_dim % 2 == 0 && head_dim <= kMaxHeadDim &&
-           window >= 0 && (qk_norm == 0 || qk_norm == 1) && eps > 0 && eps < 1;
+           window >= 0 && eps > 0 && eps < 1;
   }
 };
 
 enum class Format : int32_t { kBf16 = 0, kQ4 = 1, kQ8 = 2 };
+constexpr int kFormats = 3;
 
 // A matrix in tiles of 16 output rows; missing rows and columns are zero. A tile is
 //   bf16  [columns / 2][16 rows][2]
@@ -74,60 +79,56 @@ struct Matrix {
   }
   size_t tile_bytes() const { return (code_bytes() + groups() * scale_bytes() + 63) / 64 * 64; }
   size_t bytes() const { return tiles * tile_bytes(); }
-  const uint8_t* tile(int index) const { return data + index * tile_bytes(); }
+  // Where a row's first word lies, and its first scale; those of the rows behind it in the tile follow at once.
+  const uint8_t* codes(int row) const { return data + row / kTileRows * tile_bytes() + row % kTileRows * 4; }
+  const uint8_t* scales(int row) const {
+    return data + row / kTileRows * tile_bytes() + code_bytes() + row % kTileRows * 2;
+  }
 };
 
 // Vectors are float32 and padded with zeros to a multiple of kGroup. Null: the model has none.
 struct Layer {
-  Matrix qkv, output, gate_up, down;  // gate_up alternates: a tile of the gate, a tile of the up projection
+  Matrix qkv;          // head by head, each in tiles of its own
+  Matrix gate_up;      // a tile of the gate and a tile of the up projection in turn
+  Matrix output, down;
   const float* attention_norm = nullptr;
   const float* feed_forward_norm = nullptr;
-  const float* qkv_bias = nullptr;
+  const float* qkv_bias = nullptr;  // [heads][head_dim]
   const float* output_bias = nullptr;
-  const float* query_norm = nullptr;
+  const float* query_norm = nullptr;  // if queries and keys are normalised before they are rotated
   const float* key_norm = nullptr;
 };
 
 struct Model {
   Shape shape;
+  uint16_t* cache;  // [blocks] of Shape::block_bytes()
+  int blocks;
+  std::vector<Layer> layers;
   Matrix embedding, head;
   const float* norm = nullptr;
   const float* frequencies = nullptr;  // [head_dim / 2], of the rotary embedding, padded too
-  std::vector<Layer> layers;
-  uint16_t* cache = nullptr;  // [blocks] of Shape::block_bytes()
-  int blocks = 0;
 
-  uint16_t* keys(int block, int layer, int head) const {
+  Model(const Shape& shape, uint16_t* cache, int blocks)
+      : shape(shape), cache(cache), blocks(blocks), layers(shape.layers) {}
+
+  uint16_t* keys(int64_t block, int layer, int head) const {
     return cache + block * (shape.layers * shape.layer_values()) + layer * shape.layer_values() +
            head * shape.key_values();
   }
-  uint16_t* values(int block, int layer, int head) const {
+  uint16_t* values(int64_t block, int layer, int head) const {
     return keys(block, layer, 0) + shape.kv_heads * shape.key_values() + head * shape.value_values();
   }
 };
 
-// The rows of one forward pass: the next tokens of some sequences, one after another.
-struct Slice {
-  int row;    // its first
-  int count;  // of rows
-  int start;  // position of the first one
-  const int32_t* blocks;  // the sequence's table, covering start + count tokens
-};
-
-struct Step {
-  int rows, slices, wanted;
-  const int32_t* tokens;       // [rows]
-  const int32_t* positions;    // [rows]
-  const int32_t* owners;       // [rows], the slice of each
-  const Slice* slice;          // [slices]
-  const int32_t* wanted_rows;  // [wanted], rows that need logits
-  float* logits;               // [wanted][vocab]
-  // No slice has more than one row, and none reads a block that another one writes: each key and value is needed by the
-  // sequence that makes it only, and only once.
-  bool alone;
-  const int64_t* copied;  // [copies][2], blocks: the first goes to the second, before anything else
-  int copies;
-  int threads;  // that work on it
+// One forward pass: the next tokens of some sequences. Filled in Python, field by field: see library.py.
+struct Batch {
+  // [slices]: how many tokens each sequence has here, the position of the first, blocks of its table, and how many of its
+  // last tokens need logits.
+  const int64_t *counts, *starts, *table_sizes, *logit_counts;
+  const int64_t *tokens, *blocks;  // [rows], [table_blocks]: the slices' tokens and tables, one after another
+  const int64_t* copied;           // [copies][2], blocks: the first goes to the second, before anything else
+  float* logits;                   // [wanted][vocab]
+  int64_t slices, rows, table_blocks, copies, wanted, threads;
 };
 
 }  // namespace tie

@@ -115,6 +115,10 @@ class PackedVector:
         """Size."""
         return self.count * 4
 
+    def weights_of(self, size: int) -> Weights | None:
+        """As of a matrix: vectors are stored in one way only, and it does not matter which is named."""
+        return "bf16" if self.bytes == size else None
+
 
 def layout(config: ModelConfig, weights: Weights | WeightsOf) -> Iterator[PackedMatrix | PackedVector]:
     """All packed tensors of a model, in the order in which a forward step reads them.
@@ -137,7 +141,7 @@ def layout(config: ModelConfig, weights: Weights | WeightsOf) -> Iterator[Packed
         source, name = f"model.layers.{number}.", f"layers.{number}."
         projections = tuple(f"{source}self_attn.{part}_proj" for part in "qkv")
         yield PackedVector(f"{name}attention_norm", (f"{source}input_layernorm.weight",), _padded(hidden))
-        order = _straight(queries + 2 * keys)
+        order = _headed(config.num_heads + 2 * config.num_kv_heads, dim)
         yield matrix(f"{name}qkv", tuple(f"{part}.weight" for part in projections), order, hidden)
         if config.attention_bias:
             biases = tuple(f"{part}.bias" for part in projections)
@@ -167,6 +171,13 @@ def _straight(rows: int) -> npt.NDArray[np.int64]:
     order = np.full(-(-rows // TILE_ROWS) * TILE_ROWS, -1, dtype=np.int64)
     order[:rows] = np.arange(rows)
     return order
+
+
+def _headed(heads: int, dim: int) -> npt.NDArray[np.int64]:
+    """Heads of `dim` rows, each in tiles of its own."""
+    order = np.full((heads, -(-dim // TILE_ROWS) * TILE_ROWS), -1, dtype=np.int64)
+    order[:, :dim] = np.arange(heads * dim).reshape(heads, dim)
+    return order.reshape(-1)
 
 
 def _alternating(rows: int) -> npt.NDArray[np.int64]:

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -54,10 +55,8 @@ class Team {
   int threads() const { return threads_; }
 
   // Has the first `members` threads call body(member), and returns when all are done.
-  template <class Body>
-  void run(int members, Body& body) {
-    call_ = [](void* context, int member) { (*static_cast<Body*>(context))(member); };
-    context_ = &body;
+  void run(int members, const std::function<void(int)>& body) {
+    body_ = &body;
     members_ = members;
     if (members > 1) region_.move_to(region_.now() / kMembers * kMembers + kMembers + members);
     body(0);
@@ -67,18 +66,11 @@ class Team {
   // Inside a region. Waits for all members. What any did before, all see afterwards.
   void meet() {
     const int members = members_;  // read before this one arrives: afterwards the next region may begin
-    if (members == 1) {
-      taken_.store(0, std::memory_order_relaxed);
-      return;
-    }
     const uint32_t seen = barrier_.now();
-    if (arrived_.fetch_add(1) == members - 1) {
-      arrived_.store(0, std::memory_order_relaxed);
-      taken_.store(0, std::memory_order_relaxed);
-      barrier_.move_to(seen + 1);
-    } else {
-      barrier_.wait_beyond(seen, spins_);
-    }
+    if (arrived_.fetch_add(1) < members - 1) return barrier_.wait_beyond(seen, spins_);
+    arrived_.store(0, std::memory_order_relaxed);
+    taken_.store(0, std::memory_order_relaxed);
+    barrier_.move_to(seen + 1);
   }
 
   // Inside a region. Calls work(first, last) for pieces of `grain` items until all are taken, then waits for all
@@ -101,7 +93,7 @@ class Team {
       if (ending_) return;
       busy = member < static_cast<int>(seen % kMembers);
       if (!busy) continue;
-      call_(context_, member);
+      (*body_)(member);
       meet();
     }
   }
@@ -115,8 +107,7 @@ class Team {
 
   const int threads_, spins_;
   std::vector<std::thread> workers_;
-  void (*call_)(void*, int) = nullptr;
-  void* context_ = nullptr;
+  const std::function<void(int)>* body_ = nullptr;
   int members_ = 1;
   bool ending_ = false;
   alignas(64) Turn region_;
