@@ -103,9 +103,10 @@ def test_the_demonstration_needs_no_pytorch(bundle, tmp_path):
 def test_without_pytorch_a_node_that_needs_it_says_so(bundle, tmp_path):
     python = _environment_without_torch(tmp_path / "venv")
     program = (
+        "from types import SimpleNamespace as Model\n"
         "from tie.daemon.config import RuntimeConfig\n"
         "from tie.runtime.executors import make_executor\n"
-        "make_executor(RuntimeConfig(executor='torch'), None, None, 'torch-cpu-bf16')\n"
+        "make_executor(RuntimeConfig(executor='torch'), Model(vision=None), None, 'torch-cpu-bf16')\n"
     )
     done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert "PyTorch is not installed" in done.stderr

@@ -6,8 +6,8 @@ Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so the same 
 Order of work: repetition, frequency and presence penalties; bias; allowed, bad and banned tokens and the grammar's
 mask; temperature; top-k; top-p; min-p. Cuts are by value: tokens that tie with the last one kept are kept as well.
 
-What has no top-k and no mask that leaves few tokens is drawn in compiled code where that is built (`native.drawing`), by
-the same rules and from the same random numbers; its weights differ by rounding.
+What has no top-k and no mask that leaves few tokens is drawn in compiled code where that is built (`native.drawing`),
+by the same rules and from the same random numbers; its weights differ by rounding.
 """
 
 import math
@@ -58,7 +58,7 @@ def sample(logits: Floats, rows: Sequence[SampleRow]) -> list[Sampled]:
             if not sound:
                 failed.append(index)
             elif not row.params.greedy:
-                token_id = _draw(edited, edited[token_id], row, scratch, dice, drawer)
+                token_id = _draw(edited, edited[token_id], row, scratch, dice, drawer=drawer)
             chosen.append(token_id)
     if failed:
         raise SamplingError("some rows leave no token to choose", failed)
@@ -114,7 +114,7 @@ class _Dice:
 
 
 def _draw(
-    x: Floats, largest: np.float32, row: SampleRow, scratch: Floats, dice: _Dice, drawer: drawing.Drawer | None
+    x: Floats, largest: np.float32, row: SampleRow, scratch: Floats, dice: _Dice, *, drawer: drawing.Drawer | None
 ) -> int:
     """Draws from softmax(x / temperature) after top-k, top-p and min-p; `largest` is the maximum of x.
 
@@ -135,7 +135,7 @@ def _draw(
         kept = kept[survivors]
     if drawer and kept is x:
         weights = scratch
-        choice, inside = drawer.draw(x, float(largest), params.temperature, params.top_p, params.min_p, numbers)
+        choice, inside = drawer.draw(x, float(largest), numbers, params)
         goal = math.inf if inside else params.top_p * float(weights.sum(dtype=np.float64))
     else:
         weights = np.subtract(kept, largest, out=scratch[: len(kept)])

@@ -49,4 +49,4 @@ def test_what_is_impossible_is_refused():
     compiled = drawing.loaded()
     drawer = drawing.Drawer(compiled, np.empty(0, np.float32))
     with pytest.raises(RuntimeError, match="vocabulary"):
-        drawer.draw(np.empty(0, np.float32), 0.0, 1.0, 1.0, 0.0, np.random.default_rng(0))
+        drawer.draw(np.empty(0, np.float32), 0.0, np.random.default_rng(0), SamplingParams(temperature=1.0))

@@ -161,6 +161,15 @@ def test_a_checkout_that_is_not_ours_is_said_to_be(monkeypatch, capsys):
     assert "clone of your own" in said
 
 
+@pytest.fixture
+def _interruptible():
+    """Ctrl-C ends what a test starts, although it is ignored where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a handler becomes the default in a new program
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help")])
 def test_ctrl_c_at_any_moment_of_the_start_is_quiet(arguments):
     """Whenever it comes: no traceback, and the exit code of an interrupted program."""

@@ -8,15 +8,13 @@ import functools
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from tie.bones.native import library
 from tie.bones.native.library import RawDraw
+from tie.bones.sampling import Floats, SamplingParams
 
 NEIGHBOURS: Final = 256
 """Tokens of a bucket in the race: `kNeighbours` of sampling.h."""
-
-Floats = npt.NDArray[np.float32]
 
 
 @functools.cache
@@ -44,22 +42,21 @@ class Drawer:
         self._row, self._size = ctypes.byref(self._raw), ctypes.sizeof(RawDraw)
 
     def draw(
-        self, logits: Floats, largest: float, temperature: float, top_p: float, min_p: float, dice: np.random.Generator
-    ) -> tuple[int, float]:
+        self, logits: Floats, largest: float, dice: np.random.Generator, params: SamplingParams
+    ) -> tuple[int, bool]:
         """One token, and whether it is in the nucleus; if not, it is to be drawn again from what is likelier.
 
         Args:
             logits: `[vocab_size]` float32, contiguous; none is NaN or infinite, but for what may not be chosen.
             largest: of them.
-            temperature: more than 0.
-            top_p: as of `SamplingParams`.
-            min_p: as of `SamplingParams`.
             dice: set to where the row's numbers begin.
+            params: temperature, which is not that of greedy ones, top-p and min-p of them.
         """
         raw = self._raw
         times = dice.standard_exponential(self.buckets + NEIGHBOURS)
         raw.logits, raw.times = logits.ctypes.data, times.ctypes.data
-        raw.largest, raw.scale, raw.least, raw.top_p = largest, 1 / temperature, min_p, top_p
+        raw.largest, raw.scale = largest, 1 / params.temperature
+        raw.least, raw.top_p = params.min_p, params.top_p
         if problem := self._draw(self._row, self._size):
             raise RuntimeError(problem.decode())
         return raw.token, bool(raw.inside)
