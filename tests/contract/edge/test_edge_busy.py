@@ -55,6 +55,7 @@ async def test_a_broken_attach_stream_withdraws_the_node(edge, client) -> None:
         await ask(client)
     await edge.attach()
     await edge.report(cloudboard_pb2.STATE_AVAILABLE)
+    await edge.until(lambda: len(edge.runs) == 2)  # who hears of it fills the pool
     assert await ask(client) == "hello there "
 
 

@@ -55,7 +55,7 @@ def test_bfloat16_is_as_exact_as_on_one_rank(ranks, make_executor, tiny_config, 
 
 
 def test_a_rank_that_hangs_is_an_error_and_so_is_one_that_dies(ranks, tiny_config, tiny_tensors):
-    executor = ranks.open(tiny_config, tiny_tensors, timeout=2.0, **OPTIONS)
+    executor = ranks.open(tiny_config, tiny_tensors, timeout=8.0, **OPTIONS)  # in which they have to meet as well
     executor.forward(BATCH)
     (other,) = ranks.others
     other.send_signal(signal.SIGSTOP)
