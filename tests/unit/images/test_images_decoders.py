@@ -56,7 +56,7 @@ def children(pid: int) -> list[int]:
 
 def busy_child(decoders) -> int:
     """The fork that decodes now."""
-    process = decoders._processes[0]
+    process = decoders._processes[0].helper
     wait_for(lambda: process._process is not None and children(process._process.pid))
     return children(process._process.pid)[0]
 
@@ -88,13 +88,13 @@ def test_a_decoder_that_crashes_costs_its_own_image_alone(make, large, how):
 def test_the_process_itself_is_started_again(make, large):
     decoders = make(workers=1)
     assert decoders.decode(SMALL).result(WAIT_S)
-    process = decoders._processes[0]._process
+    process = decoders._processes[0].helper._process
     process.kill()
     process.wait(WAIT_S)
     assert decoders.decode(SMALL).result(WAIT_S)
     doomed = decoders.decode(large)
     busy_child(decoders)
-    decoders._processes[0]._process.kill()
+    decoders._processes[0].helper._process.kill()
     with pytest.raises(DecodersBusyError):
         doomed.result(WAIT_S)
     assert decoders.decode(SMALL).result(WAIT_S)
@@ -154,8 +154,8 @@ LIES = {
 def test_a_decoder_in_other_hands_is_not_believed(make, lie, monkeypatch):
     """One that says something else to the runtime than its program would."""
     source = f"import tie.runtime.images.decoder_process as p\np._answer = lambda *_: {LIES[lie]!r}\np.main()"
-    real = module.subprocess.Popen
-    monkeypatch.setattr(module.subprocess, "Popen", lambda command, **rest: real([*command[:2], "-c", source], **rest))
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: real([*command[:2], "-c", source], **rest))
     decoders = make(workers=1)
     assert refusal(decoders.decode(SMALL)) is Refusal.DECODER_DIED
 

@@ -66,21 +66,21 @@ def test_a_trial_tells_what_compiles(trials):
 def test_what_takes_too_long_or_too_much_stack_ends_its_trial_only(trials):
     assert trials.passes(BUSY) is Verdict.OVERDUE
     assert trials.passes(DEEP) is Verdict.OVERDUE
-    process = trials._process
+    process = trials.helper._process
     assert trials.passes(GOOD) is Verdict.GOOD
-    assert trials._process is process
+    assert trials.helper._process is process
 
 
 def test_a_trial_process_that_died_is_replaced(trials):
     assert trials.passes(GOOD) is Verdict.GOOD
-    trials._process.kill()
-    trials._process.wait(WAIT_S)
+    trials.helper._process.kill()
+    trials.helper._process.wait(WAIT_S)
     assert trials.passes(GOOD) is Verdict.GOOD
 
 
 def test_a_trial_process_that_dies_over_a_question_is_replaced_and_asked_again(trials):
     trials.start()
-    stopped = trials._process
+    stopped = trials.helper._process
     for pid in [*children(stopped.pid), stopped.pid]:  # its forks answer for it
         os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
@@ -89,18 +89,18 @@ def test_a_trial_process_that_dies_over_a_question_is_replaced_and_asked_again(t
             verdict.result(0.2)
         os.kill(stopped.pid, signal.SIGKILL)
         assert verdict.result(WAIT_S) is Verdict.GOOD
-    assert trials._process is not stopped
+    assert trials.helper._process is not stopped
 
 
 @pytest.mark.parametrize("says", [b"?", b""], ids=["nonsense", "end of file"])
 def test_a_trial_process_that_is_none_is_not_believed(trials, says):
     trials.start()
-    real, (trials._socket, impostor) = trials._socket, socket.socketpair()
+    real, (trials.helper._socket, impostor) = trials.helper._socket, socket.socketpair()
     impostor.sendall(says)
     impostor.shutdown(socket.SHUT_WR)
-    doubtful = trials._process
+    doubtful = trials.helper._process
     assert trials.passes(GOOD) is Verdict.GOOD
-    assert trials._process is not doubtful
+    assert trials.helper._process is not doubtful
     impostor.close()
     real.close()
 
@@ -109,18 +109,18 @@ def test_a_trial_process_that_is_stuck_is_replaced(trials, monkeypatch):
     trials.start()
     monkeypatch.setattr(trials_module, "WALL_S", 0.1)
     monkeypatch.setattr(trials_module, "_GRACE_S", 0.1)
-    for pid in [*children(trials._process.pid), trials._process.pid]:
+    for pid in [*children(trials.helper._process.pid), trials.helper._process.pid]:
         os.kill(pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError):
         trials.passes("x" * (MAX_GRAMMAR_BYTES - 1))  # more than the kernel buffers
-    assert trials._process is None
+    assert trials.helper._process is None
     monkeypatch.undo()
     assert trials.passes(GOOD) is Verdict.GOOD
 
 
 def test_no_trial_outlives_its_parent(trials):
     trials.start()
-    left = [trials._process.pid, *children(trials._process.pid)]
+    left = [trials.helper._process.pid, *children(trials.helper._process.pid)]
     assert len(left) == 2
     trials.close()
     wait_for(lambda: not any(map(psutil.pid_exists, left)), "the trial's processes to end")
@@ -176,7 +176,7 @@ def test_without_trials_grammars_are_refused_and_the_canary_is_not(compiler, mon
 def test_closing_ends_the_trial_processes(tokenizer_json):
     compiler = GrammarCompiler(tokenizer_json, 300, (258,))
     compiler.compile(GOOD).result(WAIT_S)
-    processes = [trials._process for trials in compiler._trials]
+    processes = [trials.helper._process for trials in compiler._trials]
     compiler.close()
     assert all(process is None or process.returncode is not None for process in processes)
 

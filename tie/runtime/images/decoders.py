@@ -4,11 +4,8 @@ However many images come at once, there are `workers` at a time and `_MOST_WAITI
 """
 
 import contextlib
-import os
 import queue
 import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
@@ -16,14 +13,12 @@ from typing import Final
 import numpy as np
 
 from tie.daemon import log
-from tie.runtime import environment
+from tie.runtime.helper_process import HelperProcess
 from tie.runtime.images.limits import Limits
 from tie.runtime.images.orders import GOOD, LENGTH, REPLY, Orders, Preparation, Prepared
 from tie.runtime.images.refusals import ImageRefusedError, Refusal
 
-_START_S: Final = 30.0  # for Python and the libraries
 _GRACE_S: Final = 2.0  # for the process itself, beyond the timers of its forks
-_END_S: Final = 2.0
 _MOST_WAITING: Final = 32
 # What computes in these libraries does so in one thread; theirs would only be in the way of a fork.
 _ALONE: Final = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
@@ -70,16 +65,16 @@ class Decoders:
         """Ends the threads and processes; images are dropped, also those that are being decoded."""
         self._workers.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
-            process.kill()
+            process.helper.kill()
         self._workers.shutdown(wait=True)
         for process in self._processes:
-            process.close()
+            process.helper.close()
 
     def _warm(self) -> None:
         """Starts a process, so that the first image does not wait for it."""
         process = self._idle.get()
         try:
-            process.start()
+            process.helper.start()
         except OSError as error:
             log.failure("images.no-decoder", error)  # tried again with the first image
         finally:
@@ -101,36 +96,7 @@ class _Process:
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-
-    def start(self) -> None:
-        """Starts it, if it does not run.
-
-        Raises:
-            OSError: it cannot be started, or ends at once.
-        """
-        if self._process is not None and self._process.poll() is None:
-            return
-        self.close()
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                # The interpreter that runs us, except inside a host that embeds it.
-                [
-                    os.environ.get(environment.PYTHON) or sys.executable,
-                    "-P",
-                    "-m",
-                    "tie.runtime.images.decoder_process",
-                ],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=subprocess.DEVNULL,  # a panic of a decoder would write there what it was about
-                env={**os.environ, **_ALONE},
-            )
-        self._control.settimeout(_START_S)
-        self._control.sendall(self._orders.frame())
-        self._verdict()
+        self.helper = HelperProcess("tie.runtime.images.decoder_process", orders.frame(), _ALONE)
 
     def decode(self, data: bytes) -> Prepared:
         """Decodes and prepares one image.
@@ -139,7 +105,6 @@ class _Process:
             ImageRefusedError: it is not decoded.
             OSError: there is no process to be had.
         """
-        self.start()
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -151,40 +116,26 @@ class _Process:
             with contextlib.suppress(OSError):
                 ours.sendall(LENGTH.pack(len(data)) + data)
                 prepared, refusal = self._reply(ours)
-        ended = self._verdict(limit)
+        ended = self.helper.answer(timeout=limit)
+        if ended != GOOD and ended not in set(Refusal):
+            self.helper.close()
+            raise BrokenPipeError
         if ended != GOOD:
             raise ImageRefusedError(Refusal(ended))
         if prepared is None:
             raise ImageRefusedError(refusal)
         return prepared
 
-    def kill(self) -> None:
-        """Ends it under the hands of the thread that uses it, which sees that."""
-        process = self._process
-        if process:
-            process.kill()
-
-    def close(self) -> None:
-        """Ends it."""
-        if self._control:
-            self._control.close()
-        if self._process:
-            self._process.kill()
-            self._process.wait(_END_S)
-        self._control = self._process = None
-
     def _hand_over(self, connection: socket.socket) -> None:
         try:
             self._send(connection)
         except ConnectionError:
             # No image can end the process itself, which only forks: somebody did, and the next one answers.
-            self.start()
             self._send(connection)
 
     def _send(self, connection: socket.socket) -> None:
-        if self._control is None:
-            raise BrokenPipeError
-        socket.send_fds(self._control, [b"\0"], [connection.fileno()])
+        self.helper.start()
+        self.helper.send(b"\0", [connection.fileno()], timeout=_GRACE_S)
 
     def _reply(self, connection: socket.socket) -> tuple[Prepared | None, Refusal]:
         """What one image's decoder says. It has seen hostile bytes: nothing of this is believed."""
@@ -199,24 +150,6 @@ class _Process:
         data = _exactly(connection, count * how.side * how.side * 3)
         tiles = np.frombuffer(data, dtype=np.uint8).reshape(count, how.side, how.side, 3)
         return Prepared(tiles, rows, columns), Refusal.DECODER_DIED
-
-    def _verdict(self, timeout: float = _START_S) -> int:
-        """How the process says that a fork, or the start, ended.
-
-        Raises:
-            OSError: it does not say; it is ended.
-        """
-        try:
-            if self._control is None:
-                raise BrokenPipeError
-            self._control.settimeout(timeout)
-            said = self._control.recv(1)
-            if not said or (said[0] != GOOD and said[0] not in set(Refusal)):
-                raise BrokenPipeError
-        except OSError:
-            self.close()
-            raise
-        return said[0]
 
 
 def _exactly(connection: socket.socket, count: int) -> bytearray:
