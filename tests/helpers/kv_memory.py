@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import queue
 
 import torch
 
@@ -56,24 +55,6 @@ class Memory(HostBlocks):
     def _at(self, blocks, position):
         start = position % TOKENS * (BYTES // TOKENS)
         return int.from_bytes(self.block_view(blocks[position // TOKENS])[start : start + 4], "little")
-
-
-class Collect:
-    """Takes the events of an answer."""
-
-    def __init__(self) -> None:
-        self.events: queue.SimpleQueue = queue.SimpleQueue()
-
-    def emit(self, event, *, last):
-        self.events.put((event, last))
-
-    def all(self):
-        seen = []
-        while True:
-            event, last = self.events.get(timeout=WAIT_S)
-            seen.append(event)
-            if last:
-                return seen
 
 
 @dataclasses.dataclass

@@ -1,12 +1,12 @@
 """An engine over a small random model that takes images, with everything that looks at them."""
 
-import queue
 from contextlib import contextmanager
 
 import msgspec
 import numpy as np
 import torch
 
+from collecting import Collect
 from tie.assets.images import Placeholders
 from tie.assets.manifest import TOKENIZER_FILE
 from tie.assets.tensors import load_index, read_rows
@@ -24,31 +24,6 @@ from tie.runtime.scheduler import Limits
 BLOCK_TOKENS = 8
 MAX_LENGTH = 300
 WAIT_S = 60
-
-
-class Collect:
-    """Takes a request's events."""
-
-    def __init__(self):
-        self.events = queue.SimpleQueue()
-
-    def emit(self, event, *, last):
-        self.events.put((event, last))
-
-    def wait(self):
-        """All events, and the last of them."""
-        seen = []
-        while True:
-            event, last = self.events.get(timeout=WAIT_S)
-            seen.append(event)
-            if last:
-                return seen, event
-
-    def tokens(self, index=0):
-        """What a choice that was finished said."""
-        seen, end = self.wait()
-        assert end.HasField("finished"), end
-        return [token for event in seen if event.tokens.index == index for token in event.tokens.token_ids]
 
 
 class Model:
@@ -118,7 +93,7 @@ class Served:
         return [self._submit(request, lambda *_, look=look: look) for request, look in ready]
 
     def _submit(self, request, look):
-        sink = Collect()
+        sink = Collect(WAIT_S)
         gaze = Gaze(request, self.engine.bounds.placeholders, look) if request.images else None
         sink.job = self.engine.submit(request, sink, gaze=gaze)
         return sink

@@ -69,35 +69,18 @@ async def test_digits_that_it_has_never_seen_are_read(client, model):
     assert right / len(SAMPLE) >= (0.95 if len(SAMPLE) == len(LABELS) else 0.8)
 
 
+def chat(node, *arguments) -> str:
+    """What the command line prints of an answer."""
+    where = ["--run-dir", str(node.run_dir), "--temperature", "0"]
+    command = [sys.executable, "-m", "tie.cli.main", "chat", *where, *arguments]
+    return subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout
+
+
 def test_the_command_line_asks_about_a_file(running_node, tmp_path):
     number = next(number for number in SAMPLE if LABELS[number] == 7)
     (tmp_path / "seven.png").write_bytes(pictures()[number])
-    command = [
-        sys.executable,
-        "-m",
-        "tie.cli.main",
-        "chat",
-        "--run-dir",
-        str(running_node.run_dir),
-        "--temperature",
-        "0",
-    ]
-    command += ["--image", str(tmp_path / "seven.png"), QUESTION]
-    said = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout
-    assert said.strip() == "7"
+    assert chat(running_node, "--image", str(tmp_path / "seven.png"), QUESTION).strip() == "7"
 
 
 def test_it_still_talks(running_node):
-    command = [
-        sys.executable,
-        "-m",
-        "tie.cli.main",
-        "chat",
-        "--run-dir",
-        str(running_node.run_dir),
-        "--temperature",
-        "0",
-    ]
-    command += ["--max-tokens", "30", "What is the capital of France?"]
-    said = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout
-    assert "Paris" in said
+    assert "Paris" in chat(running_node, "--max-tokens", "30", "What is the capital of France?")

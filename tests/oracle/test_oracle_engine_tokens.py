@@ -5,7 +5,6 @@ first difference is between two tokens that the logits hardly tell apart, that i
 """
 
 import importlib.util
-import queue
 from pathlib import Path
 
 import msgspec
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from collecting import Collect
 from tie.assets.build import create_bundle, read_source
 from tie.assets.chat import ChatMessage, ChatTemplate
 from tie.assets.gguf_reader import read_gguf
@@ -47,23 +47,6 @@ WAYS = {
     "preempted": {"blocks": 15},
     "guessed": {"guesses": True},
 }
-
-
-class Collect:
-    def __init__(self):
-        self.events = queue.SimpleQueue()
-        self.ids = {}
-
-    def emit(self, event, *, last):
-        self.events.put((event, last))
-
-    def wait(self):
-        last = False
-        while not last:
-            event, last = self.events.get(timeout=WAIT_S)
-            assert not event.HasField("failed"), event
-            self.ids.setdefault(event.tokens.index, []).extend(event.tokens.token_ids)
-        return self.ids
 
 
 class Demo:
@@ -104,11 +87,14 @@ class Demo:
             speculation=guesses,
             on_failure=lambda: None,
         )
-        sinks = [Collect() for _ in requests]
+        sinks = [Collect(WAIT_S) for _ in requests]
         for request, sink in zip(requests, sinks, strict=True):
             engine.submit(check(request, engine.bounds), sink)
         engine.start()
-        answers = [sink.wait() for sink in sinks]
+        answers = [
+            {index: sink.said(index) for index in range(max(1, request.n))}
+            for request, sink in zip(requests, sinks, strict=True)
+        ]
         assert engine.stop(WAIT_S)
         assert engine.pool.statistics().used == 0
         return answers, engine.metrics.text()

@@ -104,7 +104,7 @@ def test_answers_are_those_to_the_vectors(model, way):
         sinks = served.ask_at_once(asked)
         for one, sink in zip(asked, sinks, strict=True):
             said, scores, prompt = expected(model, one, length)
-            seen, end = sink.wait()
+            seen, end = sink.all(), sink.end
             assert end.finished.prompt_tokens == prompt
             for index in range(max(1, one.n)):
                 parts = [event.tokens for event in seen if event.tokens.index == index]
@@ -118,7 +118,7 @@ def test_answers_are_those_to_the_vectors(model, way):
 
 def test_it_is_the_image_that_is_seen(model):
     with model.served() as served:
-        seen = [served.ask(message(model, b"a", picture, b"b")).wait()[0] for picture in PICTURES]
+        seen = [served.ask(message(model, b"a", picture, b"b")).all() for picture in PICTURES]
     firsts = [next(event.tokens for event in events if event.HasField("tokens")) for events in seen]
     assert len({round(first.logprobs[0].logprob, 3) for first in firsts}) == 3
 
@@ -126,7 +126,7 @@ def test_it_is_the_image_that_is_seen(model):
 def test_squares_of_several_requests_share_passes(model):
     with model.served() as served:
         for sink in [served.ask(message(model, PICTURES[1])) for _ in range(6)]:
-            sink.tokens()
+            sink.said()
         assert served.seer.counts.squares == 6 * 7
         assert served.seer.counts.passes < 6 * 7
 
@@ -134,16 +134,16 @@ def test_squares_of_several_requests_share_passes(model):
 def test_a_refused_image_fails_its_request_alone_and_names_it(model):
     with model.served() as served:
         bad, good = served.ask(message(model, PICTURES[0], BAD)), served.ask(message(model, PICTURES[0]))
-        _, end = bad.wait()
+        end = bad.end
         assert end.failed.code == pb.CODE_IMAGE
         assert end.failed.detail.startswith("images[1]: format-gif: ")
-        assert len(good.tokens()) == 12
+        assert len(good.said()) == 12
         assert served.seer.counts.refused == {"format-gif": 1}
 
 
 def test_images_that_fill_the_context_are_refused(model):
     with model.served() as served:
-        _, end = served.ask(message(model, *[PICTURES[0]] * 8)).wait()
+        end = served.ask(message(model, *[PICTURES[0]] * 8)).end
         assert end.failed.code == pb.CODE_PROMPT_TOO_LONG
 
 
@@ -176,7 +176,7 @@ def test_a_request_may_be_cancelled_while_its_image_is_looked_at(model, slow):
     sink = served.ask(message(model, PICTURES[0]))
     assert encoder.entered.wait(WAIT_S)
     served.engine.cancel(sink.job)
-    _, end = sink.wait()
+    end = sink.end
     assert end.finished.reason == pb.REASON_CANCELLED
     encoder.go.set()
     wait_for(lambda: served.seer._reserved == 0)
@@ -184,7 +184,7 @@ def test_a_request_may_be_cancelled_while_its_image_is_looked_at(model, slow):
 
 def test_a_deadline_ends_the_looking(model, slow):
     served, encoder = slow
-    _, end = served.ask(message(model, PICTURES[0], deadline_ms=200)).wait()
+    end = served.ask(message(model, PICTURES[0], deadline_ms=200)).end
     assert end.failed.code == pb.CODE_DEADLINE
     assert not encoder.go.is_set()
 
@@ -194,20 +194,20 @@ def test_an_encoder_that_fails_costs_those_it_was_encoding_for(model, slow):
     encoder.go.set()
     good = served.seer._encode
     served.seer._encode = lambda _: 1 / 0
-    _, end = served.ask(message(model, PICTURES[0])).wait()
+    end = served.ask(message(model, PICTURES[0])).end
     assert end.failed.code == pb.CODE_INTERNAL
     served.seer._encode = good
-    assert len(served.ask(message(model, PICTURES[0])).tokens()) == 12
+    assert len(served.ask(message(model, PICTURES[0])).said()) == 12
 
 
 def test_more_than_there_is_room_for_are_told_to_try_again(model, slow):
     served, encoder = slow
     served.seer._image_bytes = 200 * 1024 * 1024
     first = served.ask(message(model, PICTURES[0]))
-    _, end = served.ask(message(model, PICTURES[0])).wait()
+    end = served.ask(message(model, PICTURES[0])).end
     assert end.failed.code == pb.CODE_BUSY
     encoder.go.set()
-    assert first.tokens()
+    assert first.said()
 
 
 def test_what_ends_drops_what_is_under_way(model):

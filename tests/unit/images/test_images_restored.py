@@ -4,12 +4,13 @@ from concurrent.futures import Future
 
 import pytest
 
+from collecting import Collect
 from image_corpus import photograph, saved
 from tie.assets.sample import make_sample_vision_bundle
 from tie.proto import runtime_pb2 as pb
 from tie.runtime.images.gaze import Gaze
 from tie.runtime.request import RequestRefusedError, check
-from vision_runtime import BLOCK_TOKENS, Collect, Model
+from vision_runtime import BLOCK_TOKENS, Model
 
 PICTURES = [saved(photograph(90, 60), "PNG"), saved(photograph(20, 44, seed=1), "JPEG")]
 WAIT_S = 60
@@ -48,7 +49,7 @@ class Turn:
     """One request, its images counted as they are looked at."""
 
     def __init__(self, served, message, *, blocks=None, keep=False):
-        self.looked, self.kept, self.sink = [], Future(), Collect()
+        self.looked, self.kept, self.sink = [], Future(), Collect(WAIT_S)
         request = check(message, served.engine.bounds)
 
         def look(files, numbers):
@@ -64,7 +65,7 @@ class Turn:
         )
 
     def answer(self):
-        events, end = self.sink.wait()
+        events, end = self.sink.all(), self.sink.end
         assert end.HasField("finished"), end
         parts = [event.tokens for event in events if event.HasField("tokens")]
         self.sizes = [event.looked for event in events if event.HasField("looked")]
@@ -141,7 +142,7 @@ def test_several_choices_look_at_all(model):
     with model.served() as served:
         blocks, sizes = first_turn(served, model, PICTURES)
         second = Turn(served, asked(model, PICTURES, sizes=sizes, n=2), blocks=blocks[:3])
-        second.sink.wait()
+        second.sink.all()
         assert second.looked == [0, 1]
 
 

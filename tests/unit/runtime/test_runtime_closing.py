@@ -1,13 +1,13 @@
 """JSON that runs out of tokens is brought to its end, and only then."""
 
 import json
-import queue
 import re
 
 import jsonschema
 import numpy as np
 import pytest
 
+from collecting import Collect
 from tie.app import constraints
 from tie.app.schemas import enforceable
 from tie.assets.manifest import TOKENIZER_FILE
@@ -63,21 +63,6 @@ class Noise:
         return logits
 
 
-class Collect:
-    def __init__(self):
-        self.events = queue.SimpleQueue()
-
-    def emit(self, event, *, last):
-        self.events.put((event, last))
-
-    def wait(self):
-        ids, last = [], False
-        while not last:
-            event, last = self.events.get(timeout=WAIT_S)
-            ids += event.tokens.token_ids
-        return ids, event.finished
-
-
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     return make_sample_bundle(tmp_path_factory.mktemp("closing") / "bundle")
@@ -121,9 +106,9 @@ def answer(engine, **fields):
         "sampling": pb.Sampling(temperature=1, seed=3),
         "json": True,
     } | fields
-    sink = Collect()
+    sink = Collect(WAIT_S)
     engine.submit(check(pb.GenerateRequest(**fields), engine.bounds), sink)
-    return sink.wait()
+    return sink.tokens(), sink.end.finished
 
 
 @pytest.mark.parametrize("kind", RAMBLING)

@@ -2,13 +2,13 @@
 
 import itertools
 import json
-import queue
 import threading
 from concurrent.futures import Future
 
 import pytest
 import torch
 
+from collecting import Collect
 from tie.assets.manifest import TOKENIZER_FILE
 from tie.assets.sample import make_sample_bundle
 from tie.assets.tokenizer import load_tokenizer
@@ -38,26 +38,6 @@ class Counting:
         rows = [token for part in batch.slices for token in part.tokens[len(part.tokens) - part.logits :]]
         likes = [-(torch.arange(VOCABULARY) - last - 1).remainder(VOCABULARY).float() for last in rows]
         return torch.stack(likes) if likes else torch.empty(0, VOCABULARY)
-
-
-class Collect:
-    def __init__(self):
-        self.events = queue.SimpleQueue()
-        self.seen = []
-
-    def emit(self, event, *, last):
-        self.events.put((event, last))
-
-    def all(self):
-        last = False
-        while not last:
-            event, last = self.events.get(timeout=WAIT_S)
-            self.seen.append(event)
-        return self.seen
-
-    def ids(self, index=0):
-        parts = [event.tokens for event in self.seen if event.HasField("tokens")]
-        return [token for part in parts if part.index == index for token in part.token_ids]
 
 
 class Matcher:
@@ -147,7 +127,7 @@ def compiler(real):
 
 
 def submit(engine, **fields):
-    sink = Collect()
+    sink = Collect(WAIT_S)
     engine.submit(check(pb.GenerateRequest(**({"token_ids": [97], "max_tokens": 20} | fields)), engine.bounds), sink)
     return sink
 
@@ -157,7 +137,7 @@ def answered(engine, tokenizer, **fields):
     sink = submit(engine, **fields)
     end = sink.all()[-1]
     assert end.HasField("finished"), end
-    return tokenizer.decode(sink.ids()), end.finished
+    return tokenizer.decode(sink.tokens()), end.finished
 
 
 # --- forced tokens ---
@@ -228,7 +208,7 @@ def test_too_little_memory_gives_the_same_text_under_a_grammar(compiler, tokeniz
         sinks = [submit(engine, token_ids=[start], grammar=grammar, max_tokens=50) for start in (97, 98, 99)]
         engine.start()
         assert all(sink.all()[-1].HasField("finished") for sink in sinks)
-        texts.append([tokenizer.decode(sink.ids()) for sink in sinks])
+        texts.append([tokenizer.decode(sink.tokens()) for sink in sinks])
         assert engine.stop(WAIT_S)
         assert ("tie_runtime_preemptions_total 0.0" in engine.metrics.text()) == (blocks == 64)
     assert texts[0] == texts[1]
@@ -240,7 +220,7 @@ def test_too_little_memory_gives_the_same_text_under_a_grammar(compiler, tokeniz
 def test_each_of_n_choices_follows_the_grammar_on_its_own(engine, tokenizer):
     sink = submit(engine, grammar='start: "<" /[a-z]{3,6}/ ">"', n=4, sampling=pb.Sampling(temperature=1, seed=7))
     assert sink.all()[-1].HasField("finished")
-    texts = [tokenizer.decode(sink.ids(index)) for index in range(4)]
+    texts = [tokenizer.decode(sink.tokens(index)) for index in range(4)]
     assert all(text[0] == "<" and text[-1] == ">" and text[1:-1].isalpha() for text in texts)
     assert len(set(texts)) > 1
 
@@ -278,7 +258,7 @@ def test_ignore_eos_does_not_outlive_the_grammar(engine, tokenizer):
 def test_the_canarys_grammar_lets_everything_through(engine):
     sink = submit(engine, grammar="", canary=True, max_tokens=1)
     assert sink.all()[-1].finished.completion_tokens == 1
-    assert len(sink.ids()) == 1
+    assert len(sink.tokens()) == 1
 
 
 # --- late and dead ---
@@ -294,7 +274,7 @@ def test_nobody_waits_for_a_late_mask(compiler, tokenizer):
     assert late.events.empty()
     compiler.matchers[0].gate.set()
     assert late.all()[-1].finished.reason == pb.REASON_STOP_TOKEN
-    assert tokenizer.decode(late.ids()) == "bcd"  # by the logits that it had to keep
+    assert tokenizer.decode(late.tokens()) == "bcd"  # by the logits that it had to keep
     assert engine.stop(WAIT_S)
 
 
@@ -308,14 +288,14 @@ def test_one_that_is_preempted_while_it_waits_for_its_mask_is_computed_anew(comp
     assert "tie_runtime_preemptions_total 0.0" not in engine.metrics.text()
     compiler.matchers[0].gate.set()
     late.all()
-    assert tokenizer.decode(late.ids()) == "bcd"
+    assert tokenizer.decode(late.tokens()) == "bcd"
     assert engine.stop(WAIT_S)
 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 def test_one_that_ends_while_it_waits_for_its_mask_leaves_nothing(compiler, tokenizer, how):
     engine = engine_with(compiler, tokenizer)
-    sink = Collect()
+    sink = Collect(WAIT_S)
     fields = {"token_ids": [97], "max_tokens": 5, "grammar": "start: /[b-z]{3}/"}
     fields |= {"deadline_ms": 50} if how == "deadline" else {}
     job = engine.submit(check(pb.GenerateRequest(**fields), engine.bounds), sink)
@@ -383,4 +363,4 @@ def test_answers_do_not_depend_on_who_else_is_there(engine, tokenizer):
         sinks = {index: submit(engine, **fields[index]) for index in order}
         for index, sink in sinks.items():
             sink.all()
-            assert tokenizer.decode(sink.ids()) == alone[index]
+            assert tokenizer.decode(sink.tokens()) == alone[index]

@@ -1,11 +1,11 @@
 """The engine's loop over a tiny executor whose next token is the last one plus one."""
 
-import queue
 import threading
 
 import pytest
 import torch
 
+from collecting import Collect
 from tie.assets.manifest import TOKENIZER_FILE
 from tie.assets.sample import make_sample_bundle
 from tie.assets.tokenizer import load_tokenizer
@@ -45,32 +45,6 @@ class Counting:
         return logits
 
 
-class Collect:
-    """A sink that tests can wait on."""
-
-    def __init__(self):
-        self.events = queue.SimpleQueue()
-        self.seen = []
-
-    def emit(self, event, *, last):
-        self.events.put((event, last))
-
-    def all(self):
-        while True:
-            event, last = self.events.get(timeout=WAIT_S)
-            self.seen.append(event)
-            if last:
-                return self.seen
-
-    def tokens(self, index=0):
-        return [
-            token
-            for event in self.seen
-            if event.HasField("tokens") and event.tokens.index == index
-            for token in event.tokens.token_ids
-        ]
-
-
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     return make_sample_bundle(tmp_path_factory.mktemp("engine") / "bundle")
@@ -105,7 +79,7 @@ def node(bundle, compiler):
 
 def submit(engine, **fields):
     message = pb.GenerateRequest(**({"token_ids": [97], "max_tokens": 3} | fields))
-    sink = Collect()
+    sink = Collect(WAIT_S)
     return engine.submit(check(message, engine.bounds), sink), sink
 
 

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from kv_memory import BLOCKS, BYTES, CONTENTS, FORMAT, TOKENS, VOCABULARY, WAIT_S, Collect, fill, promised
+from collecting import Collect
+from kv_memory import BLOCKS, BYTES, CONTENTS, FORMAT, TOKENS, VOCABULARY, WAIT_S, fill, promised
 from kvxfer import doorbell, transfer
 from kvxfer.errors import TransferAbortedError
 from kvxfer.transfer import Consumer
@@ -51,7 +52,7 @@ def engine(bundle, memory):
 
 def ask(engine, prompt, *, restoring=None, keep=None, **fields):
     message = pb.GenerateRequest(token_ids=prompt, max_tokens=6, **fields)
-    sink = Collect()
+    sink = Collect(WAIT_S)
     engine.submit(check(message, engine.bounds), sink, restoring=restoring, keep=keep)
     events = sink.all()
     tokens = [token for event in events if event.HasField("tokens") for token in event.tokens.token_ids]
@@ -170,7 +171,7 @@ def test_copying_what_was_restored_holds_an_answer_up_for_a_moment_only(engine, 
     expected, contents = exported(engine, transfers, prompt)
     wait_for(lambda: engine._pool.statistics().used == 0)
     did, both = observed(engine, memory)
-    streaming, restored = Collect(), Collect()
+    streaming, restored = Collect(WAIT_S), Collect(WAIT_S)
     engine.submit(check(pb.GenerateRequest(token_ids=[1, 2, 3], max_tokens=40), engine.bounds), streaming)
     promise = promised(transfers.prepare_import("app", 5))
     restoring = transfers.restore(promise.ticket, len(prompt))
@@ -198,7 +199,7 @@ def test_a_registered_prompt_is_copied_block_by_block_beside_an_answer(engine, t
     expected, contents = exported(engine, transfers, prompt)
     wait_for(lambda: engine._pool.statistics().used == 0)
     did, both = observed(engine, memory)
-    streaming, first, second = Collect(), Collect(), Collect()
+    streaming, first, second = Collect(WAIT_S), Collect(WAIT_S), Collect(WAIT_S)
     engine.submit(check(pb.GenerateRequest(token_ids=[1, 2, 3], max_tokens=40), engine.bounds), streaming)
     streaming.events.get(timeout=WAIT_S)
     _with_prefix(engine, memory, prompt, contents, lambda: did.append("copy"))
@@ -236,7 +237,7 @@ def test_several_choices_share_what_was_restored(engine, transfers):
     fill(promise, FORMAT.header(0, 5), contents[:5])
     promise.close()
     message = pb.GenerateRequest(token_ids=prompt, max_tokens=6, n=3)
-    sink = Collect()
+    sink = Collect(WAIT_S)
     engine.submit(check(message, engine.bounds), sink, restoring=restoring)
     answers: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for event in sink.all():
@@ -259,7 +260,7 @@ def test_a_cancelled_request_exports_nothing_and_lets_go_of_what_it_was_to_resto
     prompt = list(range(40, 61))
     export_promise = promised(transfers.prepare_export("app"))
     promise = promised(transfers.prepare_import("app", 3))
-    sink = Collect()
+    sink = Collect(WAIT_S)
     job = engine.submit(
         check(pb.GenerateRequest(token_ids=prompt, max_tokens=6), engine.bounds),
         sink,
@@ -278,7 +279,7 @@ def test_a_cancelled_request_exports_nothing_and_lets_go_of_what_it_was_to_resto
 
 def test_a_slow_import_holds_up_nobody_else(engine, transfers):
     promise = promised(transfers.prepare_import("app", 3))
-    sink = Collect()
+    sink = Collect(WAIT_S)
     waiting = check(pb.GenerateRequest(token_ids=list(range(40, 61)), max_tokens=6), engine.bounds)
     engine.submit(waiting, sink, restoring=transfers.restore(promise.ticket, 21))
     tokens, _ = ask(engine, [1, 2, 3])

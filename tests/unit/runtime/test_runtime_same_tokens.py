@@ -4,12 +4,11 @@ On two small random models, in float32 on the real executor. Sums in another ord
 difference is between two tokens that the model hardly tells apart, that is a tie and no fault.
 """
 
-import queue
-
 import numpy as np
 import pytest
 import torch
 
+from collecting import Collect
 from tie.assets.manifest import TOKENIZER_FILE
 from tie.assets.sample import make_sample_bundle
 from tie.assets.tokenizer import load_tokenizer
@@ -69,21 +68,8 @@ class Sealed:
         return self.blocks[number][:]
 
 
-class Collect:
-    def __init__(self):
-        self.events = queue.SimpleQueue()
-        self.seen = []
-
-    def emit(self, event, *, last):
-        self.events.put((event, last))
-
-    def wait(self):
-        last = False
-        while not last:
-            event, last = self.events.get(timeout=WAIT_S)
-            self.seen.append(event)
-        assert self.seen[-1].HasField("finished"), self.seen[-1]
-        return self
+class Answer(Collect):
+    """A request's sink, and what its client sees."""
 
     def answer(self, index=0):
         """What a client sees of one choice: ids, logprobs, how it ended."""
@@ -142,12 +128,12 @@ class Served:
             prefix=cache,
             on_failure=lambda: None,
         )
-        sinks = [Collect() for _ in requests]
+        sinks = [Answer(WAIT_S) for _ in requests]
         for request, sink in zip(requests, sinks, strict=True):
             engine.submit(check(request, engine.bounds), sink)
         engine.start()
         for sink in sinks:
-            sink.wait()
+            assert sink.end.HasField("finished"), sink.end
         assert engine.stop(WAIT_S)
         ledger = engine.pool.statistics()
         assert (ledger.used, ledger.handed_out) == (0, ledger.returned)
