@@ -188,6 +188,7 @@ class Probe:
         token = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.end_of_turn_ids[0]
         async with TritonClient(self._config.sockets.triton) as client:
             await self._wait_for_triton(client)
+            await self._look()  # so that whoever hears first that it is ready hears also what it is
             while True:
                 if not self._facts.recycling and not self._facts.gone:
                     self._facts.note(await self._fly(client, token))
@@ -220,9 +221,13 @@ class Probe:
             if self._facts.flown and self._facts.unreachable is reachable:
                 self._facts.unreachable = not reachable
                 self._update()
-            with suppress(PeerError):
-                self._engine = (await self._ask(status=engine_pb2.StatusRequest())).status
+            await self._look()
             await asyncio.sleep(_STATUS_S)
+
+    async def _look(self) -> None:
+        """How the engine is, if it answers."""
+        with suppress(PeerError):
+            self._engine = (await self._ask(status=engine_pb2.StatusRequest())).status
 
     async def _ask(
         self,
