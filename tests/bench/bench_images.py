@@ -34,8 +34,8 @@ from tie.cli.assets import find_demo_weights
 from tie.proto import runtime_pb2 as pb
 from tie.runtime.blocks import BlockPool
 from tie.runtime.engine import Engine
-from tie.runtime.images.gaze import Gaze
-from tie.runtime.images.looking import make_seer
+from tie.runtime.images.factory import make_image_encoder
+from tie.runtime.images.request_images import RequestImages
 from tie.runtime.request import Bounds, check
 from tie.runtime.scheduler import Limits
 from vision_runtime import Model
@@ -102,8 +102,8 @@ def main() -> None:
         model = model_with(arguments.tower, Path(name))
         tensors = {key: one.bfloat16() if one.dim() > 1 else one for key, one in model.tensors.items()}
         executor = Executor(model.config, tensors, num_blocks=2048, block_tokens=16, dtype="bf16", threads=2)
-        seer = make_seer(model.bundle.manifest, executor)
-        assert seer is not None
+        image_encoder = make_image_encoder(model.bundle.manifest, executor)
+        assert image_encoder is not None
         engine = Engine(
             executor, BlockPool(2048, 16), Limits(step_tokens=512, max_running=32, max_waiting=128),
             Bounds(model.config.vocab_size, 2048, model.placeholders), tokenizer=model.tokenizer,
@@ -123,7 +123,7 @@ def main() -> None:
         image = saved(photograph(1200, 1100), "JPEG", quality=90)
         message = pb.GenerateRequest(token_ids=[1, model.placeholders.token_id, 198], images=[image], max_tokens=1)
         request, sink = check(message, engine.bounds), Times()
-        engine.submit(request, sink, gaze=Gaze(request, model.placeholders, seer.look))
+        engine.submit(request, sink, images=RequestImages(request, model.placeholders, image_encoder.look))
         sink.ended.wait(280)
         seen = time.perf_counter()
         length = len(model.placeholders.expanded(request.prompt, [(4, 4)]).ids)
@@ -138,7 +138,7 @@ def main() -> None:
             print(f"{label}: {len(some)} gaps, median {p50:.0f} ms, p99 {p99:.0f} ms, longest {some.max():.0f} ms")
         print(f"the image's first token, of {length} in its prompt, after {seen - asked:.1f} s")
         engine.stop(10)
-        seer.close()
+        image_encoder.close()
         model.grammars.close()
 
 

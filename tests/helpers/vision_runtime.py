@@ -16,8 +16,8 @@ from tie.bones.executor import Executor
 from tie.runtime.blocks import BlockPool
 from tie.runtime.engine import Engine
 from tie.runtime.grammar_compiler import GrammarCompiler
-from tie.runtime.images.gaze import Gaze
-from tie.runtime.images.looking import make_seer
+from tie.runtime.images.factory import make_image_encoder
+from tie.runtime.images.request_images import RequestImages
 from tie.runtime.request import Bounds, check
 from tie.runtime.scheduler import Limits
 
@@ -48,9 +48,9 @@ class Model:
 
     @contextmanager
     def served(self, *, blocks=200, step_tokens=256, max_running=16):
-        """An engine with a seer, as the runtime has them."""
+        """An engine with a image_encoder, as the runtime has them."""
         executor = self.executor(blocks)
-        seer = make_seer(self.bundle.manifest, executor)
+        image_encoder = make_image_encoder(self.bundle.manifest, executor)
         engine = Engine(
             executor,
             BlockPool(blocks, BLOCK_TOKENS),
@@ -64,10 +64,10 @@ class Model:
         )
         engine.start()
         try:
-            yield Served(engine, seer)
+            yield Served(engine, image_encoder)
         finally:
             assert engine.stop(WAIT_S)
-            seer.close()
+            image_encoder.close()
         ledger = engine.pool.statistics()
         assert (ledger.used, ledger.handed_out) == (0, ledger.returned)
 
@@ -75,17 +75,17 @@ class Model:
 class Served:
     """Takes requests as the runtime's service does."""
 
-    def __init__(self, engine, seer):
-        self.engine, self.seer = engine, seer
+    def __init__(self, engine, image_encoder):
+        self.engine, self.image_encoder = engine, image_encoder
 
     def ask(self, message):
         request = check(message, self.engine.bounds)
-        return self._submit(request, self.seer.look)
+        return self._submit(request, self.image_encoder.look)
 
     def ask_at_once(self, messages):
         """All of them together, when all images have been seen."""
         requests = [check(message, self.engine.bounds) for message in messages]
-        looks = [self.seer.look(request.images) if request.images else None for request in requests]
+        looks = [self.image_encoder.look(request.images) if request.images else None for request in requests]
         for look in looks:
             if look:
                 look.result(WAIT_S)
@@ -94,6 +94,6 @@ class Served:
 
     def _submit(self, request, look):
         sink = Collect(WAIT_S)
-        gaze = Gaze(request, self.engine.bounds.placeholders, look) if request.images else None
-        sink.job = self.engine.submit(request, sink, gaze=gaze)
+        images = RequestImages(request, self.engine.bounds.placeholders, look) if request.images else None
+        sink.job = self.engine.submit(request, sink, images=images)
         return sink

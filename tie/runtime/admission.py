@@ -165,7 +165,7 @@ class Admission:
         return sequence.length - cached <= self._limits.step_tokens
 
     def _blocked(self, sequence: Sequence) -> bool:
-        if sequence.blind or self._residency.waits_for_sibling(sequence):
+        if sequence.awaits_images or self._residency.waits_for_sibling(sequence):
             return True
         crowded = not self._short(sequence) and self._long.get(sequence.priority, 0) >= LONG_PROMPTS
         return crowded and self._residency.donor(sequence) is None

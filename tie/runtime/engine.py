@@ -24,7 +24,7 @@ from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.chooser import Chooser
 from tie.runtime.grammar_compiler import GrammarCompiler
-from tie.runtime.images.gaze import Gaze
+from tie.runtime.images.request_images import RequestImages
 from tie.runtime.jobs import Job, Jobs, Sink
 from tie.runtime.keeping import Keep
 from tie.runtime.kv_blocks import Restored
@@ -138,7 +138,7 @@ class Engine:
         sink: Sink,
         *,
         restoring: "Future[Restored | None] | None" = None,
-        gaze: Gaze | None = None,
+        images: RequestImages | None = None,
         keep: Keep | None = None,
     ) -> Job:
         """Takes a request; everything that becomes of it, refusal included, goes to `sink`.
@@ -147,10 +147,10 @@ class Engine:
             request: what is asked.
             sink: gets its events.
             restoring: the first blocks of its prompt; it waits for them, and does without where there are none.
-            gaze: at its images; it waits for that, and fails where one is refused.
+            images: its images; it waits for that, and fails where one is refused.
             keep: takes the first choice's blocks when that is complete.
         """
-        job = Job(request, sink, arrived=time.monotonic(), restoring=restoring, gaze=gaze, keep=keep)
+        job = Job(request, sink, arrived=time.monotonic(), restoring=restoring, images=images, keep=keep)
         with self._wake:
             self._unfinished += len(request.params)
         if request.grammar is not None:
@@ -295,6 +295,6 @@ class Engine:
     def _slice(self, part: PlannedSlice) -> SequenceSlice:
         sequence = part.sequence
         tokens = [*sequence.tokens(part.start, part.known), *part.draft]
-        gaze = self._jobs.owner(sequence)[0].gaze
-        given = gaze.sight.within(part.start, part.known) if gaze and gaze.sight else ()
+        images = self._jobs.owner(sequence)[0].images
+        given = images.embeddings.within(part.start, part.known) if images and images.embeddings else ()
         return SequenceSlice(tokens, part.start, sequence.blocks, part.logits, sequence.residence, given)

@@ -15,8 +15,8 @@ from tie.runtime.choice import Choice, Outcome
 from tie.runtime.closing import Closing
 from tie.runtime.grammar import Grammar, GrammarError
 from tie.runtime.grammar_compiler import COMPILE_DEADLINE_S, CompilerBusyError
-from tie.runtime.images.gaze import Gaze
-from tie.runtime.images.gazing import Gazing
+from tie.runtime.images.image_scheduling import ImageScheduling
+from tie.runtime.images.request_images import RequestImages
 from tie.runtime.keeping import Keep, Keeping, Later
 from tie.runtime.kv_blocks import Restored
 from tie.runtime.metrics import EngineMetrics
@@ -43,7 +43,7 @@ class Job:
         compiling: its grammar, while that is being compiled.
         restoring: the first blocks of its prompt, while they are being received.
         restored: those blocks, until they have been copied.
-        gaze: at its images, where it has some.
+        images: its images, where it has some.
         keep: takes the first choice's blocks at its end.
         spoke: whether a token has been generated.
         done: whether its last event has been sent.
@@ -56,7 +56,7 @@ class Job:
     compiling: "Future[Grammar] | None" = None
     restoring: "Future[Restored | None] | None" = None
     restored: Restored | None = None
-    gaze: Gaze | None = None
+    images: RequestImages | None = None
     keep: Keep | None = None
     spoke: bool = False
     done: bool = False
@@ -105,7 +105,7 @@ class Jobs:
         self._closing = Closing(tokenizer, end_ids, bounds.vocab_size)
         self._metrics = metrics
         self._on_end = on_end
-        self._gazing = Gazing(prefix, scheduler.pool.block_tokens, later)
+        self._image_scheduling = ImageScheduling(prefix, scheduler.pool.block_tokens, later)
         self._keeping = Keeping(scheduler.pool, later)
         self._jobs: list[Job] = []
         self._owners: dict[Sequence, tuple[Job, Choice]] = {}
@@ -148,18 +148,18 @@ class Jobs:
             job.restored, job.restoring = job.restoring.result(timeout=0), None
             if job.done and job.restored:
                 job.restored.close()
-        if job.gaze and not job.gaze.begun and not job.restoring and not job.done:
-            self._gazing.begin(job.gaze, job.request, job.restored, partial(self.prepared, job))
-        waits = job.restoring or (job.compiling and not job.compiling.done()) or (job.gaze and job.gaze.pending)
+        if job.images and not job.images.begun and not job.restoring and not job.done:
+            self._image_scheduling.begin(job.images, job.request, job.restored, partial(self.prepared, job))
+        waits = job.restoring or (job.compiling and not job.compiling.done()) or (job.images and job.images.pending)
         if job.done or job.choices or waits:
             return
         with self.alone(job):
             grammar = job.compiling.result(timeout=0) if job.compiling else None
             job.compiling = None
-            if job.gaze:
-                job.gaze.take()
-                job.request = job.gaze.place(job.request, self._bounds)
-                job.sink.emit(runtime_pb2.GenerateEvent(looked=job.gaze.looked()), last=False)
+            if job.images:
+                job.images.take()
+                job.request = job.images.place(job.request, self._bounds)
+                job.sink.emit(runtime_pb2.GenerateEvent(looked=job.images.looked()), last=False)
             if self._has_room(job):
                 self.enqueue(job, grammar)
             else:
@@ -169,14 +169,14 @@ class Jobs:
         """Sequences have lost their blocks, or have none: what is missing of their images must be looked at."""
         for sequence in sequences:
             job, _ = self._owners[sequence]
-            if job.gaze:
-                self._gazing.again(job.gaze, sequence, partial(self._regained, job, sequence))
+            if job.images:
+                self._image_scheduling.again(job.images, sequence, partial(self._regained, job, sequence))
 
     def _regained(self, job: Job, sequence: Sequence) -> None:
-        if job.gaze and not job.done:
+        if job.images and not job.done:
             with self.alone(job):
-                job.gaze.take()
-                sequence.blind = False
+                job.images.take()
+                sequence.awaits_images = False
 
     def enqueue(self, job: Job, grammar: Grammar | None) -> None:
         """Queues the request's sequences."""
@@ -255,7 +255,7 @@ class Jobs:
                 self.fail(self._owners[sequence][0], runtime_pb2.CODE_DEADLINE, "deadline_ms: exceeded")
         for job in [job for job in self._jobs if job.compiling and now - job.arrived > COMPILE_DEADLINE_S]:
             self.fail(job, runtime_pb2.CODE_GRAMMAR, "grammar: took too long to compile")
-        for job in [job for job in self._jobs if job.gaze and job.gaze.pending and job.overdue(now)]:
+        for job in [job for job in self._jobs if job.images and job.images.pending and job.overdue(now)]:
             self.fail(job, runtime_pb2.CODE_DEADLINE, "deadline_ms: exceeded")
 
     def _has_room(self, job: Job) -> bool:
@@ -284,8 +284,8 @@ class Jobs:
             job.keep(None)
         if job.compiling:
             job.compiling.cancel()  # so that nobody waits behind a grammar that nobody waits for
-        if job.gaze:
-            job.gaze.cancel()
+        if job.images:
+            job.images.cancel()
         self._jobs.remove(job)
         self._metrics.requests.labels(kind="canary" if job.canary else "request", outcome=outcome).inc()
         job.sink.emit(event, last=True)

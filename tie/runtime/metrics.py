@@ -5,7 +5,7 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tie.runtime.blocks import PoolStatistics
-from tie.runtime.images.seer import Counts
+from tie.runtime.images.image_encoder import Counts
 from tie.runtime.plan import Plan
 from tie.runtime.prefix_cache import Statistics
 

@@ -48,7 +48,7 @@ class Sequence:
         draft: guesses at the next tokens, to be verified in the next step; see `tie.runtime.speculation`.
         guest: a batch sequence that runs only because nobody else wanted its place; the scheduler's.
         overtaken: how many were admitted before it while it was first in its queue; the scheduler's.
-        blind: must not be admitted before images of its prompt have been looked at.
+        awaits_images: must not be admitted before images of its prompt have been looked at.
         served: the last step that computed some of it; the scheduler's.
     """
 
@@ -70,7 +70,7 @@ class Sequence:
     guest: bool = False
     overtaken: int = 0
     served: int = 0
-    blind: bool = False
+    awaits_images: bool = False
 
     @property
     def length(self) -> int:

@@ -26,8 +26,8 @@ from tie.runtime.control_server import ControlServer
 from tie.runtime.engine import Engine
 from tie.runtime.executors import make_executor
 from tie.runtime.grammar_compiler import GrammarCompiler
-from tie.runtime.images.gaze import Gaze
-from tie.runtime.images.looking import make_seer
+from tie.runtime.images.factory import make_image_encoder
+from tie.runtime.images.request_images import RequestImages
 from tie.runtime.jobs import Job, Sink
 from tie.runtime.kv_blocks import Format, Kept
 from tie.runtime.kv_server import KvServer
@@ -73,7 +73,7 @@ class RuntimeService:
         model = ModelConfig.from_json(self._weights.config_json)
         ranked = self._ranks.executor if self._ranks else None
         self._executor = make_executor(runtime, model, self._weights, layout, ranked=ranked)
-        self._seer = make_seer(manifest, self._executor)
+        self._image_encoder = make_image_encoder(manifest, self._executor)
         format_ = _format(manifest, self._executor)
         prefix = self._prefix = PrefixCache(BlockPool(self._executor.num_blocks, self._executor.block_tokens))
         self.prefixes = Prefixes(
@@ -119,14 +119,14 @@ class RuntimeService:
 
     def submit(self, request: Request, sink: Sink) -> Job:
         """Takes a request, with the transfers that its tickets stand for, into the engine."""
-        restoring = keep = gaze = None
-        if request.images and self._seer and self.engine.bounds.placeholders:
-            gaze = Gaze(request, self.engine.bounds.placeholders, self._seer.look)
+        restoring = keep = images = None
+        if request.images and self._image_encoder and self.engine.bounds.placeholders:
+            images = RequestImages(request, self.engine.bounds.placeholders, self._image_encoder.look)
         if request.import_ticket:
             restoring = self._transfers.restore(request.import_ticket, request.prompt_length)
         if request.export_ticket:
             keep = self._transfers.keeper(request.export_ticket)
-        return self.engine.submit(request, sink, restoring=restoring, gaze=gaze, keep=keep)
+        return self.engine.submit(request, sink, restoring=restoring, images=images, keep=keep)
 
     def close(self, *, drain_s: float) -> None:
         """Drains for at most `drain_s` seconds and ends the engine; kv.sock goes last: that is the death notice."""
@@ -143,8 +143,8 @@ class RuntimeService:
             if self._ranks:
                 self._ranks.close()
         self._grammars.close()
-        if self._seer:
-            self._seer.close()
+        if self._image_encoder:
+            self._image_encoder.close()
         self._control.close()
         self._transfers.close()
         self._kv.close()
@@ -186,8 +186,8 @@ class RuntimeService:
         )
 
     def _metrics(self) -> str:
-        if self._seer:
-            self.engine.metrics.record_images(self._seer.counts)
+        if self._image_encoder:
+            self.engine.metrics.record_images(self._image_encoder.counts)
         return self.engine.metrics.text()
 
     def _warm(self, index: int) -> str:

@@ -13,12 +13,12 @@ from tie.assets.sample import make_sample_vision_bundle
 from tie.bones.executor import Batch, SequenceSlice
 from tie.proto import runtime_pb2 as pb
 from tie.runtime.images.decoding import decode
-from tie.runtime.images.gaze import Gaze
+from tie.runtime.images.embeddings import ImageEmbeddings, PromptEmbeddings
+from tie.runtime.images.image_encoder import ImageEncoder
 from tie.runtime.images.limits import Limits
 from tie.runtime.images.orders import Preparation
 from tie.runtime.images.preparing import prepare
-from tie.runtime.images.seer import Seer
-from tie.runtime.images.sight import Seen, Sight
+from tie.runtime.images.request_images import RequestImages
 from tie.runtime.request import Bounds, RequestRefusedError, check
 from vision_runtime import MAX_LENGTH, Model
 from waiting import wait_for
@@ -66,17 +66,17 @@ def expected(model, asked, tokens):
     for data in asked.images:
         prepared = prepare(decode(data, Limits()), HOW)
         vectors = executor.vision.encode(prepared.tiles)
-        seen.append(Seen(prepared.rows, prepared.columns, vectors.reshape(-1, vectors.shape[-1])))
+        seen.append(ImageEmbeddings(prepared.rows, prepared.columns, vectors.reshape(-1, vectors.shape[-1])))
     bounds = Bounds(model.config.vocab_size, MAX_LENGTH, model.placeholders)
-    request, sight = check(asked, bounds), None
+    request, embeddings = check(asked, bounds), None
     if seen:
-        gaze = Gaze(request, model.placeholders, lambda *_: done(tuple(seen)))
-        gaze.begin(0)
-        gaze.take()
-        request, sight = gaze.place(request, bounds), gaze.sight
+        images = RequestImages(request, model.placeholders, lambda *_: done(tuple(seen)))
+        images.begin(0)
+        images.take()
+        request, embeddings = images.place(request, bounds), images.embeddings
     known, table, said, scores = list(request.prompt), list(range(100)), [], []
     for _ in range(tokens):
-        given = sight.within(0, len(known)) if sight else ()
+        given = embeddings.within(0, len(known)) if embeddings else ()
         logits = executor.forward(Batch((SequenceSlice(known, 0, table, 1, given=given),)))
         said.append(int(logits.argmax()))
         scores.append(float(logits[0].log_softmax(-1).max()))
@@ -110,8 +110,8 @@ def test_answers_are_those_to_the_vectors(model, way):
                 parts = [event.tokens for event in seen if event.tokens.index == index]
                 assert [token for part in parts for token in part.token_ids] == said
                 assert [one.logprob for part in parts for one in part.logprobs] == pytest.approx(scores, abs=1e-3)
-        assert served.seer.counts.decoded == 4
-        assert served.seer.counts.squares == 7 + 7 + 10 + 10
+        assert served.image_encoder.counts.decoded == 4
+        assert served.image_encoder.counts.squares == 7 + 7 + 10 + 10
         if "preempted" in way:
             assert "tie_runtime_preemptions_total 0.0" not in served.engine.metrics.text()
 
@@ -127,8 +127,8 @@ def test_squares_of_several_requests_share_passes(model):
     with model.served() as served:
         for sink in [served.ask(message(model, PICTURES[1])) for _ in range(6)]:
             sink.said()
-        assert served.seer.counts.squares == 6 * 7
-        assert served.seer.counts.passes < 6 * 7
+        assert served.image_encoder.counts.squares == 6 * 7
+        assert served.image_encoder.counts.passes < 6 * 7
 
 
 def test_a_refused_image_fails_its_request_alone_and_names_it(model):
@@ -138,7 +138,7 @@ def test_a_refused_image_fails_its_request_alone_and_names_it(model):
         assert end.failed.code == pb.CODE_IMAGE
         assert end.failed.detail.startswith("images[1]: format-gif: ")
         assert len(good.said()) == 12
-        assert served.seer.counts.refused == {"format-gif": 1}
+        assert served.image_encoder.counts.refused == {"format-gif": 1}
 
 
 def test_images_that_fill_the_context_are_refused(model):
@@ -163,12 +163,12 @@ class Slow:
 def slow(model):
     with model.served() as served:
         encoder = Slow()
-        seer = Seer(served.seer._decoders, encoder.encode, 1)
-        mine, served.seer = served.seer, seer
+        image_encoder = ImageEncoder(served.image_encoder._decoders, encoder.encode, 1)
+        mine, served.image_encoder = served.image_encoder, image_encoder
         yield served, encoder
         encoder.go.set()
-        served.seer = mine
-        seer.close()
+        served.image_encoder = mine
+        image_encoder.close()
 
 
 def test_a_request_may_be_cancelled_while_its_image_is_looked_at(model, slow):
@@ -179,7 +179,7 @@ def test_a_request_may_be_cancelled_while_its_image_is_looked_at(model, slow):
     end = sink.end
     assert end.finished.reason == pb.REASON_CANCELLED
     encoder.go.set()
-    wait_for(lambda: served.seer._reserved == 0)
+    wait_for(lambda: served.image_encoder._reserved == 0)
 
 
 def test_a_deadline_ends_the_looking(model, slow):
@@ -192,17 +192,17 @@ def test_a_deadline_ends_the_looking(model, slow):
 def test_an_encoder_that_fails_costs_those_it_was_encoding_for(model, slow):
     served, encoder = slow
     encoder.go.set()
-    good = served.seer._encode
-    served.seer._encode = lambda _: 1 / 0
+    good = served.image_encoder._encode
+    served.image_encoder._encode = lambda _: 1 / 0
     end = served.ask(message(model, PICTURES[0])).end
     assert end.failed.code == pb.CODE_INTERNAL
-    served.seer._encode = good
+    served.image_encoder._encode = good
     assert len(served.ask(message(model, PICTURES[0])).said()) == 12
 
 
 def test_more_than_there_is_room_for_are_told_to_try_again(model, slow):
     served, encoder = slow
-    served.seer._image_bytes = 200 * 1024 * 1024
+    served.image_encoder._image_bytes = 200 * 1024 * 1024
     first = served.ask(message(model, PICTURES[0]))
     end = served.ask(message(model, PICTURES[0])).end
     assert end.failed.code == pb.CODE_BUSY
@@ -212,12 +212,12 @@ def test_more_than_there_is_room_for_are_told_to_try_again(model, slow):
 
 def test_what_ends_drops_what_is_under_way(model):
     executor = model.executor()
-    from tie.runtime.images.looking import make_seer
+    from tie.runtime.images.factory import make_image_encoder
 
-    seer = make_seer(model.bundle.manifest, executor)
+    image_encoder = make_image_encoder(model.bundle.manifest, executor)
     large = saved(np.asarray(Image.new("RGB", (4000, 4000))), "JPEG", progressive=True)
-    looks = [seer.look([large]) for _ in range(6)]
-    seer.close()
+    looks = [image_encoder.look([large]) for _ in range(6)]
+    image_encoder.close()
     for look in looks:
         with pytest.raises((RequestRefusedError, CancelledError)):
             look.result(WAIT_S)
@@ -226,7 +226,7 @@ def test_what_ends_drops_what_is_under_way(model):
 def test_vectors_and_places_must_agree():
     prompt = Expanded((1, 2, 7, 7), ((2, 4),))
     with pytest.raises(ValueError, match="differ"):
-        Sight(prompt, 7, {0: Seen(0, 0, np.zeros((3, 4), dtype=np.float32))})
+        PromptEmbeddings(prompt, 7, {0: ImageEmbeddings(0, 0, np.zeros((3, 4), dtype=np.float32))})
 
 
 @pytest.mark.parametrize(

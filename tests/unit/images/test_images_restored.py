@@ -8,7 +8,7 @@ from collecting import Collect
 from image_corpus import photograph, saved
 from tie.assets.sample import make_sample_vision_bundle
 from tie.proto import runtime_pb2 as pb
-from tie.runtime.images.gaze import Gaze
+from tie.runtime.images.request_images import RequestImages
 from tie.runtime.request import RequestRefusedError, check
 from vision_runtime import BLOCK_TOKENS, Model
 
@@ -54,12 +54,12 @@ class Turn:
 
         def look(files, numbers):
             self.looked += numbers
-            return served.seer.look(files, numbers)
+            return served.image_encoder.look(files, numbers)
 
         self.sink.job = served.engine.submit(
             request,
             self.sink,
-            gaze=Gaze(request, served.engine.bounds.placeholders, look) if request.images else None,
+            images=RequestImages(request, served.engine.bounds.placeholders, look) if request.images else None,
             restoring=done(Copied(blocks)) if blocks else None,
             keep=self.kept.set_result if keep else None,
         )
@@ -107,11 +107,11 @@ def test_known_images_whose_blocks_come_back_are_not_looked_at(model):
         blocks, sizes = first_turn(served, model, PICTURES)
         assert sizes == [(2, 3), (3, 2)]
         blocks = blocks[: whole_blocks(model, PICTURES, sizes)]
-        before = (served.seer.counts.decoded, served.seer.counts.squares)
+        before = (served.image_encoder.counts.decoded, served.image_encoder.counts.squares)
         second = Turn(served, asked(model, PICTURES, sizes=sizes, more=b"more"), blocks=blocks)
         tokens, scores = second.answer()
         assert second.looked == []
-        assert (served.seer.counts.decoded, served.seer.counts.squares) == before
+        assert (served.image_encoder.counts.decoded, served.image_encoder.counts.squares) == before
         assert second.finished.cached_tokens == len(blocks) * BLOCK_TOKENS
         plain_tokens, plain_scores = Turn(served, asked(model, PICTURES, more=b"more")).answer()
         assert tokens == plain_tokens

@@ -22,9 +22,9 @@ from tie.bones.batch import Floats
 from tie.daemon import log
 from tie.proto import runtime_pb2
 from tie.runtime.images.decoders import Decoders, DecodersBusyError
+from tie.runtime.images.embeddings import ImageEmbeddings
 from tie.runtime.images.orders import Prepared
 from tie.runtime.images.refusals import ImageRefusedError, Refusal
-from tie.runtime.images.sight import Seen
 from tie.runtime.request import RequestRefusedError
 
 _TOGETHER: Final = 4  # squares in a pass
@@ -54,7 +54,7 @@ class Counts:
 class _Look:
     """One request's images on their way."""
 
-    future: "Future[tuple[Seen, ...]]"
+    future: "Future[tuple[ImageEmbeddings, ...]]"
     prepared: list[Prepared | None]
     left: int  # images that are being decoded
     room: int  # bytes that are kept for it
@@ -76,11 +76,11 @@ class _Look:
                 assert one is not None  # noqa: S101 (all of them are, or there had been an error)
                 vectors = flat[at : at + len(one.tiles)]
                 at += len(one.tiles)
-                seen.append(Seen(one.rows, one.columns, vectors.reshape(-1, vectors.shape[-1])))
+                seen.append(ImageEmbeddings(one.rows, one.columns, vectors.reshape(-1, vectors.shape[-1])))
             self.future.set_result(tuple(seen))
 
 
-class Seer:
+class ImageEncoder:
     """Looks at images. For any thread.
 
     Args:
@@ -100,7 +100,7 @@ class Seer:
         self._thread = threading.Thread(target=self._run, name="vision-encoder", daemon=True)
         self._thread.start()
 
-    def look(self, images: Sequence[bytes], numbers: Sequence[int] = ()) -> "Future[tuple[Seen, ...]]":
+    def look(self, images: Sequence[bytes], numbers: Sequence[int] = ()) -> "Future[tuple[ImageEmbeddings, ...]]":
         """Starts on a request's images, at least one. Cancel the future when nobody wants to know any more.
 
         Args:

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from tie.runtime.images.gaze import Gaze
-from tie.runtime.images.sight import Seen
+from tie.runtime.images.embeddings import ImageEmbeddings
+from tie.runtime.images.request_images import RequestImages
 from tie.runtime.keeping import Later
 from tie.runtime.kv_blocks import Restored
 from tie.runtime.prefix_cache import PrefixCache
@@ -12,7 +12,7 @@ from tie.runtime.request import Request
 from tie.runtime.sequence import Sequence
 
 
-class Gazing:
+class ImageScheduling:
     """The step thread's own.
 
     Args:
@@ -26,22 +26,24 @@ class Gazing:
         self._block_tokens = block_tokens
         self._later = later
 
-    def begin(self, gaze: Gaze, request: Request, restored: Restored | None, then: Callable[[], None]) -> None:
+    def begin(
+        self, images: RequestImages, request: Request, restored: Restored | None, then: Callable[[], None]
+    ) -> None:
         """Looks at what does not come with a cached conversation.
 
         Args:
-            gaze: of a request.
+            images: of a request.
             request: the same.
             restored: blocks that it has.
             then: done when there is something to see; never, where nothing need be looked at.
         """
-        self._watch(gaze.begin(self._there(request, restored)), then)
+        self._watch(images.begin(self._there(request, restored)), then)
 
-    def again(self, gaze: Gaze, sequence: Sequence, then: Callable[[], None]) -> None:
+    def again(self, images: RequestImages, sequence: Sequence, then: Callable[[], None]) -> None:
         """A sequence must be computed from its beginning: it waits for images that have not been looked at."""
-        if gaze.missing:
-            sequence.blind = True
-            self._watch(gaze.again(), then)
+        if images.missing:
+            sequence.awaits_images = True
+            self._watch(images.again(), then)
 
     def _there(self, request: Request, restored: Restored | None) -> int:
         """Tokens of the prompt whose keys and values come from a cached conversation."""
@@ -52,6 +54,6 @@ class Gazing:
             return 0
         return (restored.first_block + restored.block_count) * self._block_tokens
 
-    def _watch(self, future: "Future[tuple[Seen, ...]] | None", then: Callable[[], None]) -> None:
+    def _watch(self, future: "Future[tuple[ImageEmbeddings, ...]] | None", then: Callable[[], None]) -> None:
         if future:
             future.add_done_callback(lambda _: self._later(then))

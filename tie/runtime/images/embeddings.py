@@ -11,7 +11,7 @@ from tie.bones.batch import Floats, Given
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Seen:
+class ImageEmbeddings:
     """One image.
 
     Attributes:
@@ -25,7 +25,7 @@ class Seen:
     vectors: Floats
 
 
-class Sight:
+class PromptEmbeddings:
     """All vectors of a prompt.
 
     Args:
@@ -37,7 +37,7 @@ class Sight:
         ValueError: an image has more or fewer vectors than places.
     """
 
-    def __init__(self, prompt: Expanded, token_id: int, seen: Mapping[int, Seen]) -> None:
+    def __init__(self, prompt: Expanded, token_id: int, seen: Mapping[int, ImageEmbeddings]) -> None:
         self._places: list[int] = []
         for number in sorted(seen):
             start, end = prompt.spans[number]

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from tie.assets.images import Placeholders, Size
 from tie.proto import runtime_pb2
-from tie.runtime.images.sight import Seen, Sight
+from tie.runtime.images.embeddings import ImageEmbeddings, PromptEmbeddings
 from tie.runtime.request import Bounds, Request, RequestRefusedError
 
-Look = Callable[[Sequence[bytes], Sequence[int]], "Future[tuple[Seen, ...]]"]
+Look = Callable[[Sequence[bytes], Sequence[int]], "Future[tuple[ImageEmbeddings, ...]]"]
 """Looks at files, which are those of so many images of the request."""
 
 
-class Gaze:
+class RequestImages:
     """What is known of a request's images.
 
     Args:
@@ -33,11 +33,11 @@ class Gaze:
         self._prompt = request.prompt  # with one token for each
         self._placeholders = placeholders
         self._look = look
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, ImageEmbeddings] = {}
         self._under_way: tuple[int, ...] = ()
-        self._future: Future[tuple[Seen, ...]] | None = None
+        self._future: Future[tuple[ImageEmbeddings, ...]] | None = None
         self.begun = False
-        self.sight: Sight | None = None
+        self.embeddings: PromptEmbeddings | None = None
 
     @property
     def missing(self) -> bool:
@@ -49,14 +49,14 @@ class Gaze:
         """Whether some are being looked at."""
         return self._future is not None and not self._future.done()
 
-    def begin(self, there: int) -> "Future[tuple[Seen, ...]] | None":
+    def begin(self, there: int) -> "Future[tuple[ImageEmbeddings, ...]] | None":
         """Looks at all images but those within the first `there` tokens; None: there are no others."""
         self.begun = True
         spans = self._placeholders.expanded(self._prompt, self._sizes).spans
         known = next((number for number, size in enumerate(self._sizes) if size is None), len(self._sizes))
         return self._start([number for number, (_, end) in enumerate(spans) if number >= known or end > there])
 
-    def again(self) -> "Future[tuple[Seen, ...]] | None":
+    def again(self) -> "Future[tuple[ImageEmbeddings, ...]] | None":
         """Looks at those that it has not looked at, unless it does already."""
         if self._future is not None:
             return None
@@ -74,7 +74,7 @@ class Gaze:
                 self._seen[number] = one
                 self._sizes[number] = (one.rows, one.columns)
         expanded = self._placeholders.expanded(self._prompt, self._sizes)
-        self.sight = Sight(expanded, self._placeholders.token_id, self._seen)
+        self.embeddings = PromptEmbeddings(expanded, self._placeholders.token_id, self._seen)
 
     def place(self, request: Request, bounds: Bounds) -> Request:
         """The request with all places of its images in the prompt, once all sizes are known.
@@ -100,7 +100,7 @@ class Gaze:
         if self._future is not None:
             self._future.cancel()
 
-    def _start(self, numbers: Sequence[int]) -> "Future[tuple[Seen, ...]] | None":
+    def _start(self, numbers: Sequence[int]) -> "Future[tuple[ImageEmbeddings, ...]] | None":
         self._under_way = tuple(numbers)
         self._future = self._look([self._files[number] for number in numbers], numbers) if numbers else None
         return self._future

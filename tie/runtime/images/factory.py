@@ -6,13 +6,13 @@ from tie.assets.images import MAX_IMAGE_BYTES
 from tie.assets.manifest import Manifest
 from tie.daemon.errors import ConfigError
 from tie.runtime.images.decoders import Decoders
+from tie.runtime.images.image_encoder import ImageEncoder
 from tie.runtime.images.limits import Limits
 from tie.runtime.images.orders import Preparation
-from tie.runtime.images.seer import Seer
 from tie.runtime.step_executor import Executor
 
 
-def make_seer(manifest: Manifest, executor: Executor) -> Seer | None:
+def make_image_encoder(manifest: Manifest, executor: Executor) -> ImageEncoder | None:
     """What the model sees with; None where it takes no images.
 
     Raises:
@@ -28,4 +28,4 @@ def make_seer(manifest: Manifest, executor: Executor) -> Seer | None:
     except ValueError as error:
         raise ConfigError(f"the bundle's images: {error}") from error
     decoders = Decoders(Limits(file_bytes=MAX_IMAGE_BYTES), preparation)
-    return Seer(decoders, vision.encode, preparation.most_tiles * preparation.side**2 * 3)
+    return ImageEncoder(decoders, vision.encode, preparation.most_tiles * preparation.side**2 * 3)
