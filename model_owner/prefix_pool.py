@@ -23,9 +23,9 @@ from kvxfer.errors import KvxferError
 from kvxfer.header import Header
 from model_owner.arena import ArenaError
 from model_owner.pool_memory import Descriptors, PoolRefusedError, duplicates, made_aside, room, sealed
+from tie.daemon.config import MAX_RANKS
 from tie.proto import owner_pb2
 
-MAX_RANKS: Final = 64
 MAX_METADATA_BYTES: Final = 64 * 1024 * 1024
 _SHA256_BYTES: Final = 32
 

@@ -19,9 +19,10 @@ import msgspec
 from kvxfer import channel
 from model_owner.loader import PackedWeights
 from model_owner.pool_memory import PoolRefusedError
-from model_owner.prefix_pool import MAX_RANKS, PrefixPools
+from model_owner.prefix_pool import PrefixPools
 from model_owner.weights import Failure, Progress, Weights
 from tie.daemon import frames, log, socket_path
+from tie.daemon.config import MAX_RANKS
 from tie.daemon.errors import ConfigError, ProtocolError
 from tie.proto import owner_pb2
 

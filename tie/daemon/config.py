@@ -14,7 +14,7 @@ from tie.daemon.sockets import Sockets
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
-MAX_RANKS = 64
+MAX_RANKS = 64  # of a model, and pools of registered prompts
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 # Every size that a frame on the app's socket may have. The smallest holds what a tick gathers of a fast answer, or else
 # sizes would tell long tokens from short ones; and the fewer there are, the less the larger ones tell.
@@ -64,6 +64,11 @@ class RuntimeConfig(_Table, frozen=True):
     import_deadline_s: Seconds = 5.0  # a prompt whose blocks are not there by then is computed in full
     export_request_s: Seconds = 3.0  # how long a finished answer's blocks wait for the app to ask for them
     export_deadline_s: Seconds = 10.0  # and for it to take them
+
+    @property
+    def ranks(self) -> int:
+        """Processes that the model is split over."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 class ProbeConfig(_Table, frozen=True):
@@ -214,10 +219,9 @@ def contradiction(config: NodeConfig) -> str:
         return f"the last of app.buckets must be {SMALLEST_TOP_BUCKET} to {LARGEST_BUCKET} bytes"
     if store.max_entry_bytes > store.capacity_bytes:
         return "store.max_entry_bytes must not exceed store.capacity_bytes"
-    ranks = runtime.tensor_parallel * runtime.pipeline_parallel
-    if ranks > 1 and runtime.executor not in {"auto", "torch"}:
+    if runtime.ranks > 1 and runtime.executor not in {"auto", "torch"}:
         return "several ranks (runtime.tensor_parallel, runtime.pipeline_parallel) need the executor torch"
-    if ranks > MAX_RANKS:
+    if runtime.ranks > MAX_RANKS:
         return f"there can be {MAX_RANKS} ranks (runtime.tensor_parallel times runtime.pipeline_parallel) at most"
     if runtime.executor == "cuda" and runtime.dtype != "bf16":
         return 'runtime.executor cuda computes in bf16: set runtime.dtype = "bf16"'

@@ -12,7 +12,7 @@ def layout_for(runtime: RuntimeConfig) -> str:
         dtype=runtime.dtype,
         weights=runtime.weights,
         block_tokens=runtime.block_tokens,
-        ranks=split_for(runtime).world_size,
+        ranks=runtime.ranks,
     )
 
 

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Final
 
+from tie.daemon.config import RuntimeConfig
+
 CONFIG: Final = "TIE_CONFIG"  # path of node.toml
 INSTANCE: Final = "TIE_INSTANCE_ID"  # random per start
 DIRECTORY: Final = "TIE_ENGINE_DIR"  # the container's private directory
@@ -21,6 +23,11 @@ _SHM: Final = Path("/dev/shm")  # noqa: S108 (the kernel's own name)
 
 # Of a region: whose run directory, which supervisord made it, which instance.
 _REGION = re.compile(r"tie-[0-9a-f]{8}-(?P<pid>[0-9]{1,9})-[0-9a-f]{8}")
+
+
+def thread_count(runtime: RuntimeConfig) -> int:
+    """Threads of a rank on a CPU."""
+    return runtime.threads or max(1, len(os.sched_getaffinity(0)) // runtime.ranks)
 
 
 def shm_family(run_dir: str) -> str:

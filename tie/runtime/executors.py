@@ -1,7 +1,6 @@
 """Makes the executor that fits the weights. None is imported before it is chosen, nor what it alone needs."""
 
 import importlib.util
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -12,6 +11,7 @@ from tie.bones.errors import DeviceError
 from tie.bones.layouts import CUDA_PREFIX, NATIVE_PREFIX
 from tie.daemon.config import RuntimeConfig
 from tie.daemon.errors import ConfigError
+from tie.runtime import environment
 from tie.runtime.owner_client import Weights
 from tie.runtime.step_executor import Executor
 
@@ -89,7 +89,7 @@ def _native(runtime: RuntimeConfig, model: ModelConfig, weights: Weights) -> Exe
         byte_views(weights.arena, weights.entries),
         num_blocks=block_count(runtime),
         block_tokens=runtime.block_tokens,
-        threads=thread_count(runtime),
+        threads=environment.thread_count(runtime),
         adapt=runtime.threads == 0,
         weights=runtime.weights,
     )
@@ -104,7 +104,7 @@ def _torch(runtime: RuntimeConfig, model: ModelConfig, weights: Weights) -> Exec
         num_blocks=block_count(runtime),
         block_tokens=runtime.block_tokens,
         dtype=runtime.dtype,
-        threads=thread_count(runtime),
+        threads=environment.thread_count(runtime),
     )
 
 
@@ -123,9 +123,3 @@ def _cuda(runtime: RuntimeConfig, model: ModelConfig, weights: Weights) -> Execu
 def block_count(runtime: RuntimeConfig) -> int:
     """Blocks of the KV pool."""
     return max(1, runtime.kv_tokens // runtime.block_tokens)
-
-
-def thread_count(runtime: RuntimeConfig) -> int:
-    """Threads of a rank on a CPU."""
-    ranks = runtime.tensor_parallel * runtime.pipeline_parallel
-    return runtime.threads or max(1, len(os.sched_getaffinity(0)) // ranks)

@@ -59,8 +59,7 @@ def prepare(config_path: Path) -> dict[str, str]:
         from tie.runtime.executors import require_gpu  # and with it numpy, which others need not wait for here
 
         require_gpu()
-    ranks = config.runtime.tensor_parallel * config.runtime.pipeline_parallel
-    if ranks > 1:
+    if config.runtime.ranks > 1:
         _require_meeting_place()
     installation = triton_server.find_installation()
     directory = config.sockets.engine.parent
@@ -74,7 +73,6 @@ def prepare(config_path: Path) -> dict[str, str]:
         config.sockets.triton.unlink()
     triton_server.build(directory / "triton", installation)
     instance_id = secrets.token_hex(16)
-    threads = config.runtime.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
     log.event("runtime.launched", instance_id=instance_id)
     log_file, log_level = _output()
     return {
@@ -94,7 +92,7 @@ def prepare(config_path: Path) -> dict[str, str]:
         # How the stub's embedded interpreter finds its standard library.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         **LIBRARY_CACHES,
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(environment.thread_count(config.runtime)),
         # The machine is shared with apps and daemons. Threads that spin while they wait for one that was put off take
         # the very core that it needs: a step of two spinning threads was seen to take ten times as long.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),

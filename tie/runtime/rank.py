@@ -23,7 +23,8 @@ from tie.daemon.errors import PeerDiedError, PeerTimeoutError, ProtocolError
 from tie.daemon.hardening import die_with_parent, protect_process
 from tie.daemon.layout import layout_for, split_for
 from tie.proto import ranks_pb2
-from tie.runtime.executors import block_count, thread_count
+from tie.runtime import environment
+from tie.runtime.executors import block_count
 from tie.runtime.owner_client import attach
 from tie.runtime.rank_channel import RankChannel, batch_of
 
@@ -95,7 +96,7 @@ def serve(channel: RankChannel) -> NoReturn:
         num_blocks=joined.block_count,
         block_tokens=runtime.block_tokens,
         dtype=runtime.dtype,
-        threads=thread_count(runtime),
+        threads=environment.thread_count(runtime),
         memory=mmap.mmap(descriptor, size),
     )
     channel.send(joined, [descriptor], timeout=patience)

@@ -36,7 +36,7 @@ from tie.daemon.errors import ConfigError, ProtocolError
 from tie.daemon.layout import split_for
 from tie.proto import ranks_pb2
 from tie.runtime import environment
-from tie.runtime.executors import block_count, thread_count
+from tie.runtime.executors import block_count
 from tie.runtime.owner_client import Weights
 from tie.runtime.rank_channel import RankChannel, step_of
 from tie.runtime.ranked_executor import RankedExecutor, RankMemory
@@ -101,7 +101,7 @@ class Ranks:
             num_blocks=block_count(runtime),
             block_tokens=runtime.block_tokens,
             dtype=runtime.dtype,
-            threads=thread_count(runtime),
+            threads=environment.thread_count(runtime),
         )
         memories = []
         for channel, part in zip(self._channels, parts[1:], strict=True):

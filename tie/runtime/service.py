@@ -19,7 +19,7 @@ from tie.bones.config import ModelConfig
 from tie.daemon import log
 from tie.daemon.config import NodeConfig, RuntimeConfig
 from tie.daemon.errors import ConfigError, PeerError, RefusedError
-from tie.daemon.layout import layout_for, split_for
+from tie.daemon.layout import layout_for
 from tie.proto import engine_pb2, runtime_pb2
 from tie.runtime.blocks import BlockPool
 from tie.runtime.control_server import ControlServer
@@ -64,7 +64,7 @@ class RuntimeService:
         manifest = self._bundle.manifest
         layout = layout_for(runtime)
         # First: they load their libraries while the owner is asked.
-        self._ranks = Ranks(config) if split_for(runtime).world_size > 1 else None
+        self._ranks = Ranks(config) if runtime.ranks > 1 else None
         self._weights = attach(
             config.sockets.owner, layout, timeout=config.probe.start_deadline_s, progress=lambda _done, _total: None
         )

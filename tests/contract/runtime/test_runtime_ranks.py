@@ -207,7 +207,8 @@ async def test_a_rank_that_hangs_takes_the_runtime_down(node):
 
 
 async def _end_by(node, kind, notice_s):
-    runtime = node.runtimes[-1] if node.runtimes[-1].process.poll() is None else node.launch()
+    running = [one for one in node.runtimes[-1:] if one.process.poll() is None]
+    runtime = running[0] if running else node.launch()
     rank = rank_of(runtime)
     async with TritonClient(node.sockets.triton) as client:
         message = pb.GenerateRequest(token_ids=[1, 2], max_tokens=1000, ignore_eos=True)
